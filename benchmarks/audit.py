@@ -189,7 +189,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="these pieces alone")
     parser.add_argument("--plants", type=int, help=f"of each cell; {PLANTS}, and {RIVAL_PLANTS} for other rules")
     options = parser.parse_args()
-    done = {(row["part"], row["piece"]) for row in _lines(options.out)}
+    done = {(row["part"], row["piece"]) for row in _lines(options.out) if "part" in row}
     folder, corpora = options.data / "eval", options.data / "corpora"
     benchmarks = read_benchmarks(folder, random.Random(1), more=options.part == "plain")
     covers = [text[:300] for text in texts_of([corpora / "arxiv" / "val.jsonl.xz"])][:300]

@@ -10,7 +10,7 @@ from fathom.inference import engine as engines
 from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, token_bytes
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
-from fathom.inference.schedule import BOUND, LEAST, PATIENCE, READ, chunk, in_order, interrupts
+from fathom.inference.schedule import BOUND, FEW, LEAST, PATIENCE, READ, chunk, in_order, interrupts, most_rows
 from fathom.kvcache.policy import Policy
 from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
 from tests.models.cases import build, config_of
@@ -23,6 +23,7 @@ KINDS = {"vanilla": SlabBatch, "adaponder": SlotBatch, "sinks": LoneBatch}
 class Prompt:
     left: int
     passed: int = 0
+    in_a_row: int = 0
 
 
 def test_a_chunk_takes_the_time_that_is_stated():
@@ -43,6 +44,12 @@ def test_the_shortest_is_read_first_but_none_for_ever():
     assert (PATIENCE - 1) * 100 < read <= PATIENCE * 100
     assert interrupts(Prompt(10), Prompt(100)) and not interrupts(Prompt(60), Prompt(100))
     assert not interrupts(Prompt(10), Prompt(100, 100 * PATIENCE))
+
+
+def test_one_request_has_as_many_rows_as_a_step_has_time_for():
+    assert most_rows(None) == most_rows((1, 10.0)) == most_rows((64, 10.0)) == FEW
+    for taken in (0.001, 0.0075, 0.02):
+        assert most_rows((16, 16 * taken)) * taken == pytest.approx(max(BOUND, FEW * taken), abs=taken)
 
 
 class Counted(Engine):
@@ -69,42 +76,56 @@ def model_of(kind):
 
 
 def waited(running, long, short):
-    """Tokens of others that are read before a short prompt is, which comes while long ones are read."""
-    stream, found = Collected([5, 6], 300, Choice()), []
+    """How many tokens of others are read before each of the short prompts that a client sends one after the other while
+    long ones are read."""
+    stream, found, begun = Collected([5, 6], 400, Choice()), [], []
     running.submit([stream.job])
     while not stream.tokens:
         threading.Event().wait(0.001)
-    jobs = [Collected(prompt, 2, Choice()) for prompt in long]
-    submitted_at_once(running, [*jobs, late := Collected(short, 2, Choice())])
-    begin = running.counts["prompt_tokens"]
-    late.job.deliver = lambda event, take=late.take: (found.append(running.counts["prompt_tokens"]), take(event))
-    assert [one.wait() for one in [late, *jobs]] == ["length"] * (len(jobs) + 1)
+    jobs, over = [Collected(prompt, 2, Choice()) for prompt in long], threading.Event()
+
+    def late():
+        one = Collected(short, 2, Choice())
+        begun.append(running.counts["prompt_tokens"])
+        one.job.deliver = lambda event, take=one.take: (heard(one, event), take(event))
+        return one
+
+    def heard(one, event):
+        if not one.tokens:
+            found.append(running.counts["prompt_tokens"] - begun[-1])
+        if isinstance(event, str) and not all(job.done.is_set() for job in jobs):
+            running.submit([late().job])
+        elif isinstance(event, str):
+            over.set()
+
+    submitted_at_once(running, [*jobs, first := late()])
+    assert [one.wait() for one in [first, *jobs]] == ["length"] * (len(jobs) + 1) and over.wait(60)
     running.cancel([stream.job])
-    return found[0] - begin, [*jobs, late], stream
+    return found, [*jobs, first], stream
 
 
 @pytest.mark.quick("vanilla", "sinks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
-    """Beside four of 200 tokens it waits for a chunk or two; first come first served, for all of them. Texts are as
-    alone, and between two steps no more than a chunk is read."""
+    """Beside four of 200 tokens it waits for a chunk or two, also when those have waited for one another; first come
+    first served, for all of them. Texts are as alone, and between two steps no more than a chunk is read."""
     monkeypatch.setattr(engines, "chunk", lambda seconds: 32)
     model, policy = model_of(kind)
     chance = random.Random(0)
     long = [[chance.randrange(3, 61) for _ in range(200 - i)] for i in range(4)]
     running = Counted(model, BUDGET, policy)
     try:
-        tokens, jobs, stream = waited(running, long, [7, 8, 9])
+        waits, jobs, stream = waited(running, long, [7, 8, 9])
         between = " ".join(map(str, running.log)).split("step")
         assert max(sum(map(int, part.split())) for part in between) <= 32 + len([7, 8, 9])
-        assert tokens <= 2 * 32
+        assert len(waits) > 3 and max(waits) <= 2 * 32
         if policy is None:
             assert [one.tokens for one in jobs] == [alone(model, [*one.job.prompt], 2) for one in jobs]
             assert stream.tokens == alone(model, [5, 6], len(stream.tokens))
         with monkeypatch.context() as planted:  # first come, first served
             planted.setattr(engines, "in_order", list)
             planted.setattr(engines, "interrupts", lambda new, reading: False)
-            assert waited(running, long, [7, 8, 9])[0] > 700
+            assert max(waited(running, long, [7, 8, 9])[0]) > 700
     finally:
         running.join(10)
 
@@ -235,5 +256,29 @@ def test_a_request_of_many_texts_leaves_room_for_others(scarce, monkeypatch):
     try:
         assert finished_before(object()) == 0
         assert finished_before(None) > 0
+    finally:
+        running.join(10)
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_texts_of_a_request_wait_where_steps_are_slow(slow, monkeypatch):
+    """Further texts of one request, unlike those of several, join only as long as a step keeps to its time."""
+    monkeypatch.setattr(engines, "most_rows", lambda step: most_rows(step and (step[0], 1.0 if slow else 1e-4)))
+    model, _ = model_of("vanilla")
+    running, rows = Counted(model, BUDGET), []
+    step = running._step
+    monkeypatch.setattr(running, "_step", lambda lane: (rows.append(len(lane.jobs)), step(lane)))
+
+    def most(request):
+        rows.clear()
+        many = [Collected([5 + i], 8, Choice(), request=request or object()) for i in range(24)]
+        submitted_at_once(running, many)
+        assert [one.wait() for one in many] == ["length"] * 24
+        assert [many[i].tokens for i in (0, 23)] == [alone(model, [5 + i], 8) for i in (0, 23)]
+        return max(rows)
+
+    try:
+        assert most(object()) == (FEW if slow else 24)
+        assert most(None) == 24
     finally:
         running.join(10)

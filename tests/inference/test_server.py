@@ -776,7 +776,7 @@ def test_bad_requests_at_once_leave_memory_flat(served):
 
 
 def test_large_bodies_are_parsed_one_at_a_time():
-    """The loop turns between two of them, so `/health` waits for one body, not for all of them."""
+    """The loop has time for others between two of them, so `/health` waits for one body, not for all of them."""
     turns, parsed = 0, []
 
     async def app(scope, receive, send):
@@ -801,7 +801,7 @@ def test_large_bodies_are_parsed_one_at_a_time():
 
     door = gate.Gate(app, None, 2 * gate.LARGE)
     asyncio.run(crowd(gate.LARGE + 1))
-    assert len(set(parsed)) == 8
+    assert min(map(int.__sub__, parsed[1:], parsed)) > 5  # not one turn for each: an answer takes several
     parsed.clear()
     asyncio.run(crowd(gate.LARGE))
     assert len(parsed) == 8 and len(set(parsed)) == 1  # small ones do not wait

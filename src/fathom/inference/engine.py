@@ -42,7 +42,7 @@ from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
-from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, rank
+from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, most_rows, rank
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 
@@ -117,6 +117,8 @@ class Job:
     read: int = 0
     cached: int = 0
     """Tokens of its prompt that were found in the prefix cache."""
+    resumed: int = 0
+    """Tokens of its prompt that had been read when its reading began, or was resumed."""
     cut: int = 0
     """Where its prompt is split, for later prompts with the same beginning."""
     cuts: list[int] = field(default_factory=list)
@@ -154,6 +156,11 @@ class Job:
     def left(self) -> int:
         """Tokens of its prompt that are not read yet."""
         return len(self.prompt) - self.read
+
+    @property
+    def in_a_row(self) -> int:
+        """Tokens that were read since its reading began, or was resumed."""
+        return self.read - self.resumed
 
     @property
     def longest(self) -> int:
@@ -224,6 +231,8 @@ class Engine:
         """Jobs whose prompts were interrupted by shorter ones."""
         self.seconds: dict[int | None, float] = {}
         """The time of a prompt's token, by number of trips."""
+        self.steps: dict[int | None, tuple[int, float]] = {}
+        """Rows and seconds of the latest step, by number of trips."""
         self.drafting: dict[int | None, Drafting] = {}
         self.counts: dict[str, float] = dict.fromkeys(COUNTED, 0)
         """Since the start, for /metrics."""
@@ -440,7 +449,8 @@ class Engine:
         for one in chain([job], rest):
             try:
                 held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
-                most = ROWS - OTHERS * self._has_fellows(one, jobs)
+                for_one = min(ROWS - OTHERS, most_rows(self.steps.get(one.trips)))
+                most = for_one if self._has_fellows(one, jobs) else ROWS
                 if held >= most or not (self._beside(jobs, one, left) and self._make_room(one, jobs)):
                     break
             except Exception as error:  # whatever it is, it concerns this job alone: nothing was changed for it yet
@@ -551,7 +561,7 @@ class Engine:
     def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:
         """Read a chunk of a prompt; at its end the sequence joins, and its last logits `[1, V]` are returned."""
         if job.paused is not None:
-            state, job.paused = job.paused[0], None
+            state, job.paused, job.resumed = job.paused[0], None, job.read
             lane.batch.resume(state)
         elif not job.read:
             self._take_over(lane, job)
@@ -596,7 +606,7 @@ class Engine:
         if found.kept is None:
             return
         lane.batch.take_over(found.kept.state, found.count)
-        job.read = job.cached = found.count
+        job.read = job.cached = job.resumed = found.count
         job.cuts = [cut for cut in found.kept.cuts if cut <= found.count]
         job.behind = found.kept.scores.get(found.count) if found.count == len(job.prompt) else None
         job.kept = found.kept if job.behind is not None or found.count == len(found.kept) else None
@@ -640,7 +650,9 @@ class Engine:
         else:
             assert isinstance(batch, SlabBatch)
             kept = self._step_drafted(lane, batch, plan)
-        drafting.learn(plan, jobs, kept, time.perf_counter() - began)
+        taken = time.perf_counter() - began
+        self.steps[jobs[0].trips] = len(jobs), taken
+        drafting.learn(plan, jobs, kept, taken)
 
     def _drafting(self, trips: int | None, batch: LiveBatch) -> Drafting:
         """What is known of drafts for a number of trips."""

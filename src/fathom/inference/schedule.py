@@ -1,7 +1,9 @@
 """Which prompt is read next, and how much of it: the one with the fewest tokens left, but no prompt waits for ever.
 
 A prompt that others have overtaken counts as shorter, so it is overtaken by at most `PATIENCE` times its own tokens.
-Everything is counted in tokens, not in seconds; only the size of a chunk follows from the time that a token takes.
+Then a prompt interrupts it only if it has read as many tokens in a row: a short one waits for one chunk of it.
+Everything is counted in tokens, not in seconds; only the size of a chunk, and how many texts of one request run at a
+time, follow from the time that the latest ones took.
 """
 
 from __future__ import annotations
@@ -10,13 +12,15 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 BOUND = 0.2
-"""Seconds that reading prompts may take between two tokens of the texts that run."""
+"""Seconds that reading prompts may take between two tokens of the texts that run; and a step for one request."""
 LEAST, FIRST, READ = 16, 32, 512
 """Tokens of a chunk: at least, before the time of a token is known, and at most."""
 PATIENCE = 4
 """By how many tokens others may overtake a prompt, for each token that it has left."""
 SMALLER = 2
 """How many times shorter a prompt must be to interrupt another."""
+FEW = 8
+"""Rows that a step may have however long it takes: so few take little more time than one."""
 
 
 class Pending(Protocol):
@@ -30,12 +34,16 @@ class Pending(Protocol):
     def passed(self) -> int:
         """Tokens of other prompts that were read since it was submitted."""
 
+    @property
+    def in_a_row(self) -> int:
+        """Tokens that were read since its reading began, or was resumed."""
+
 
 P = TypeVar("P", bound=Pending)
 
 
 def rank(prompt: Pending) -> float:
-    """A prompt's place: the lowest is read next. Below 0 no other prompt may overtake it any more."""
+    """A prompt's place: the lowest is read next. Below 0 it has been overtaken enough."""
     return prompt.left - prompt.passed / PATIENCE
 
 
@@ -46,7 +54,7 @@ def in_order(prompts: Iterable[P]) -> list[P]:
 
 def interrupts(new: Pending, reading: Pending) -> bool:
     """Whether a prompt is so much shorter than the one that is being read that it goes first."""
-    return SMALLER * new.left <= rank(reading)
+    return SMALLER * new.left <= max(rank(reading), min(reading.left, SMALLER * reading.in_a_row))
 
 
 def chunk(seconds: float | None) -> int:
@@ -61,3 +69,12 @@ def chunk(seconds: float | None) -> int:
     while tokens < READ and 2 * tokens * seconds <= BOUND:
         tokens *= 2
     return tokens
+
+
+def most_rows(step: tuple[int, float] | None) -> int:
+    """Rows of a step beyond which no further text of a request joins, so that others do not wait for a long step.
+
+    Args:
+        step: Rows of the latest step, and its seconds; None if there was none yet.
+    """
+    return FEW if step is None else max(FEW, int(step[0] * BOUND / max(step[1], 1e-6)))
