@@ -28,13 +28,13 @@ from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 from overload import JSON_HEAD, Server, bad_requests
 
-TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 600.0
-"""The system's clock tick; seconds between two questions of the second client; seconds until an attacker gives up."""
+TICK, PAUSE, PATIENCE = os.sysconf("SC_CLK_TCK"), 0.02, 120.0
+"""The system's clock tick; seconds between two questions of the second client, and until an attacker gives up."""
 ALONE, LIE = 10, 20.0
 """Questions that are asked before the attack; seconds for which a server that lies is watched."""
 BAD, CLIENTS = 1000, 64
-GRAMMARS, TEXTS, SWOLLEN = 100, 4, 100
-"""Hostile grammars, the texts of each; MB by which a server may grow before it is replaced."""
+GRAMMARS, TEXTS, SWOLLEN, MOST = 100, 4, 100, 4000
+"""Hostile grammars, the texts of each; MB by which a server may grow before it is replaced, and before it is killed."""
 LONG, WAITING = 800, 4
 """Tokens of a long prompt, and long prompts at once."""
 FIRST_COME = """
@@ -114,6 +114,10 @@ class Watched(Server):
         """End it, whatever it does."""
         self.process.kill()
         self.process.wait()
+
+    def grown(self, field: str, since: float) -> float:
+        """MB of memory that it has taken since; of one that is killed, as many as it may take."""
+        return self.memory(field) - since if self.process.poll() is None else MOST
 
 
 def once(route: str, **body: object) -> Attack:
@@ -206,9 +210,15 @@ def measured(server: Watched, attack: Attack) -> dict[str, Any]:
             waits.append(server.wait())
             time.sleep(PAUSE)
 
+    def guard() -> None:
+        while not over.wait(0.5):
+            if server.grown("VmRSS", resident) >= MOST:
+                server.kill()
+
     second = threading.Thread(target=beside)
     began = time.perf_counter()
     second.start()
+    threading.Thread(target=guard).start()
     time.sleep(PAUSE)
     statuses = attack(server)
     seconds = time.perf_counter() - began
@@ -223,8 +233,8 @@ def measured(server: Watched, attack: Attack) -> dict[str, Any]:
         "questions": len(waits),
         "seconds": seconds,
         "processor": server.worked() - before,
-        "memory_mb": server.memory("VmRSS") - resident,
-        "peak_mb": server.memory("VmHWM") - resident,
+        "memory_mb": server.grown("VmRSS", resident),
+        "peak_mb": server.grown("VmHWM", resident),
         "statuses": statuses,
         "load": os.getloadavg()[0],
     }
@@ -241,7 +251,7 @@ def attacked(model: Path, source: Path, program: str, names: Sequence[str]) -> I
                 server.settle()
             found = measured(server, ATTACKS[name])
             yield name, found
-            if found["statuses"]["0"] or found["memory_mb"] > SWOLLEN:
+            if server.process.poll() is not None or found["statuses"]["0"] or found["memory_mb"] > SWOLLEN:
                 server.kill()
                 server = None
     finally:
@@ -274,6 +284,7 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--before", type=Path, help="a checkout of an older Fathom")
     parser.add_argument("--only", nargs="+", default=list(ATTACKS), metavar="ATTACK")
+    parser.add_argument("--servers", nargs="+", metavar="NAME", help="`here`, `before`, and those with a planted fault")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -285,6 +296,8 @@ def main() -> None:
     servers["first come, first served"] = here, FIRST_COME
     print(f"{'attack':30} {'server':24} {'alone':>6} {'beside':>7} {'CPU s':>6} {'attack':>7} {'MB':>6}  answers, load")
     for which, (source, program) in servers.items():
+        if which not in (options.servers or servers):
+            continue
         names = [name for name in options.only if not program or ATTACKS[name] is long_prompts]
         for name, found in attacked(options.model, source, program, names):
             results.setdefault(name, {})[which] = found
@@ -293,6 +306,8 @@ def main() -> None:
             print(f"{name:30} {which:24} {numbers}  {dict(found['statuses'])}, {found['load']:.1f}", flush=True)
             write(options.out, results)
     for which, lying in (("the engine died", ()), ("and is called alive", ("LYING",))):
+        if which not in (options.servers or [which]):
+            continue
         results[which] = dead(options.model, *lying)
         print(f"{which}: {results[which]}", flush=True)
     write(options.out, results)

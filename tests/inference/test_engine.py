@@ -1,6 +1,7 @@
 """Rows that join and leave a running batch, each as if it were alone."""
 
 import contextlib
+import os
 import random
 import threading
 import time
@@ -22,7 +23,7 @@ from transformers import (
 
 from fathom.errors import RequestError
 from fathom.inference import batches, sampling
-from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
+from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for, token_bytes
 from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.iterations import counting
@@ -589,6 +590,32 @@ def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
     if case != "ponder-hidden-duo":  # there padding is never stored
         monkeypatch.setattr(SlabLayer, "blank", lambda *given: None)
         assert made(4) != whole
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's count of pages")
+def test_room_that_no_text_fills_takes_no_memory(monkeypatch):
+    """Neither at first nor when a slab grows, and what the sequences hold is kept; zeros that are written take all."""
+    model = build(config_of("vanilla"))
+
+    def taken():
+        batch, before = batch_for(model), resident()
+        batch.reserve(1, 64)
+        batch.read([5, 6, 7])
+        batch.join()
+        batch.reserve(64, (128 << 20) // (64 * token_bytes(model, None)))
+        logits = batch.step([8])
+        return resident() - before, logits
+
+    little, logits = taken()
+    assert little < 32 << 20
+    monkeypatch.setattr("fathom.inference.batches.untouched", lambda shape, like: torch.full(shape, 0.0))
+    much, same = taken()
+    assert much > 96 << 20 and torch.equal(logits, same)
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("case", ["vanilla", "ponder-hidden-duo", "latent_cot"])

@@ -15,6 +15,7 @@ cache depends on the model:
 from __future__ import annotations
 
 import copy
+import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -181,20 +182,25 @@ class SlabLayer(GrowingLayer):
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate the whole slab."""
-        self.keys, self.values = (
-            states.new_zeros(self.slab.rows, states.shape[1], self.slab.tokens, states.shape[3])
-            for states in (key_states, value_states)
-        )
+        self.keys, self.values = (self._zeros(states) for states in (key_states, value_states))
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
-    def fit(self) -> None:
-        """Grow or shrink to the slab's size, one tensor at a time, so that at most one tensor exists twice."""
+    def _zeros(self, like: Tensor) -> Tensor:
+        """An empty slab `[rows, H_kv, tokens, D]` for `[n, H_kv, T, D]`."""
+        return untouched((self.slab.rows, like.shape[1], self.slab.tokens, like.shape[3]), like)
+
+    def fit(self, rows: int, tokens: int) -> None:
+        """Grow or shrink to the slab's size, one tensor at a time, so that at most one tensor exists twice.
+
+        Args:
+            rows: Sequences whose contents are kept.
+            tokens: Positions of each that are kept.
+        """
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
-            new = old.new_zeros(self.slab.rows, old.shape[1], self.slab.tokens, old.shape[3])
-            rows, tokens = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+            new = self._zeros(old)
             new[:rows, :, :tokens] = old[:rows, :, :tokens]
             setattr(self, name, new)
 
@@ -252,6 +258,14 @@ def set_aside(count: int, like: Tensor) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, size, **PRIVATE), dtype=like.dtype, count=count)
 
 
+def untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Zeros. On a CPU the pages of a large tensor take neither time nor memory until something is written."""
+    count = math.prod(shape)
+    if like.device.type != "cpu" or count * like.element_size() < MAPPED:
+        return like.new_zeros(shape)
+    return set_aside(count, like).view(shape)
+
+
 class SlabBatch(LiveBatch):
     """Models of one trip, or of trips that do not read one another: masks hold each sequence's length."""
 
@@ -293,9 +307,15 @@ class SlabBatch(LiveBatch):
         slab = self.slab
         if (rows, tokens) == (slab.rows, slab.tokens):
             return
+        held = min(rows, slab.rows, len(self) + 1), min(tokens, slab.tokens, self._longest + DRAFTS)
         slab.rows, slab.tokens = rows, tokens
         for layer in self.cache.layers:
-            layer.fit()
+            layer.fit(*held)
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of the longest sequence, the joining one included."""
+        return max([self.read_already, *self.lengths])
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """See `LiveBatch.read`."""
