@@ -29,6 +29,25 @@ def test_lines_of_a_pipe_are_turns(exported: Path, tmp_path: Path, capsys, monke
     assert first == second and rest[0].startswith("/help") and "tokens/s" in printed.err
 
 
+@pytest.mark.slow
+def test_a_conversation_is_longer_than_its_cache(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The full cache ends with the model's context; a compressed one says the same until then, and goes on."""
+    (tmp_path / "lines").write_text("how deep\nwhy\nhow deep\n")
+    answers = {}
+    for cache in ("full", "drop 4096", "drop 32", "drop+int8 32"):
+        method, *window = cache.split()
+        words = ["--kvcache", method, *(["--kvcache-window", *window] if window else [])]
+        with (tmp_path / "lines").open(encoding="utf-8") as file:
+            monkeypatch.setattr(sys, "stdin", file)
+            command = ["chat", str(exported), "--max-new-tokens", "24", "--temperature", "0", "--device", "cpu", *words]
+            assert main(command) == 0, capsys.readouterr().err
+        answers[cache] = capsys.readouterr().out
+    first, ended = answers["full"].split("\n")[0], "this model's context is"
+    assert ended in answers["full"] and first and answers["drop 4096"].startswith(first)
+    assert not any(ended in answers[cache] for cache in answers if cache != "full")
+    assert answers["drop 32"] != answers["drop 4096"]
+
+
 def test_a_conversation_on_an_input_that_is_no_text(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
     (tmp_path / "lines").write_bytes(b"the depth\n\xff\n")
     command = ["chat", str(exported), "--max-new-tokens", "2", "--device", "cpu"]

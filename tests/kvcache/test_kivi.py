@@ -8,6 +8,7 @@ from fathom.kvcache import build_cache, cache_bytes
 from fathom.kvcache.kivi import CHANNELS, ENTRIES, GROUP, Int4, Int8, pack, unpack
 
 from .cases import LENGTH, N, cache_of, cached, model_of, tokens
+from .test_half import Oldest
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -98,3 +99,32 @@ def test_what_is_refused():
     model(tokens(1, 20), past_key_values=cache)
     with pytest.raises(NotImplementedError, match="cannot be taken back"):
         cache.crop(10)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("quantized", "most"), [("int8", 0.005), ("int4", 0.04)])
+def test_what_stays_is_not_rounded_again(quantized, most, dtype):
+    """Keys are stored without their rotation, so entries that stay together get the same codes at each compression."""
+    model, draw = model_of("qwen3", dtype, head_dim=64), torch.Generator().manual_seed(0)
+    given = dict(window=256, sinks=4, ratio=0.75)
+    small, exact = build_cache(model, Oldest, quantized=quantized, **given), build_cache(model, Oldest, **given)
+    small.watched = exact.watched = True
+    turn, found = exact.method.rope.plan[0], {}
+    while exact.compressions < 50:
+        keys, values = torch.randn(2, 1, 2, 64 if exact.seen else 256, 64, generator=draw)
+        keys = turn.turn(keys + 2, exact.seen)
+        a, b = small.update(keys.to(dtype), values.to(dtype), 0)[0], exact.update(keys, values, 0)[0]
+        found[exact.compressions] = float((a[:, :, 4:100] - b[:, :, 4:100]).norm() / b[:, :, 4:100].norm())
+    assert 0 < found[50] < 1.02 * found[1] < most
+
+
+def test_packed_numbers_get_the_same_codes():
+    """Whatever is packed again, the steps are the same to the bit."""
+    x = torch.randn(1, 2, 64, 64) * 3 + 2
+    for bits, dim in ((8, ENTRIES), (4, ENTRIES), (8, CHANNELS), (4, CHANNELS)):
+        once = pack(x, bits, dim)
+        again = pack(unpack(once, bits, dim, torch.float32), bits, dim)
+        assert all(map(torch.equal, once, again))
+        assert not torch.equal(once[0], pack(x + 0.1 * x.roll(1, 2), bits, dim)[0])

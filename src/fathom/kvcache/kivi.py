@@ -4,7 +4,7 @@
 
 `least` and `most` are those of a group: for keys, one channel over 32 entries, because some channels of all keys are
 large; for values, 32 channels of one entry. The last 32 to 63 entries stay as they are. An entry is rounded once, when
-it leaves them, and again at each compression.
+it leaves them, and again at each compression: to the same numbers if its group is the same.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ Packed = tuple[Tensor, Tensor, Tensor]
 def pack(x: Tensor, bits: int, dim: int) -> Packed:
     """`[B, H, n, D]` as codes of `bits`, in groups along `dim`; two codes of 4 bits share a byte."""
     groups = x.float().unflatten(dim, (-1, gcd(GROUP, x.shape[dim])))
-    least, most = (bound.half() for bound in groups.aminmax(dim=dim + 1, keepdim=True))
-    step = ((most.float() - least.float()) / (2**bits - 1)).half().clamp(min=1e-7)
+    least, most = groups.aminmax(dim=dim + 1, keepdim=True)
+    least = least.half()  # the step below is that of `most` as it is, so numbers that were packed get the same codes
+    step = ((most - least.float()) / (2**bits - 1)).half().clamp(min=1e-7)
     codes = ((groups - least.float()) / step.float()).round().clamp(0, 2**bits - 1)
     codes = codes.to(torch.uint8).view(x.shape)
     return (codes if bits == 8 else codes[..., ::2] | codes[..., 1::2] << 4), least, step
@@ -62,28 +63,37 @@ class Kivi(DynamicLayer):
         return self.keys.shape[2] + (0 if self.packed is None else self.packed[1][0].shape[2])
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        dtype: torch.dtype | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append `[B, H_kv, q, D]`; what attention reads now was not rounded if it is new."""
+        """Append `[B, H_kv, q, D]`; what attention reads now was not rounded if it is new.
+
+        Keys may come in float32, so that numbers that were packed before get the same codes; what stays unpacked is in
+        the values' dtype. `dtype` is that of the keys to return.
+        """
         if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        old = self._unpacked()
+            self.lazy_initialization(value_states, value_states)
+            self.keys, self.values = value_states[:, :, :0], value_states[:, :, :0]
+        old = self._unpacked(dtype or self.dtype)
         recent = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
-        self.keys, self.values = recent
+        self.keys, self.values = recent[0].to(self.dtype), recent[1]
         whole = max(0, recent[0].shape[2] // GROUP - 1) * GROUP
         if whole:
             self._pack(*(x[:, :, :whole] for x in recent))
-            self.keys, self.values = (x[:, :, whole:].clone() for x in recent)
+            self.keys, self.values = (x[:, :, whole:].to(self.dtype, copy=True) for x in recent)
         if old is None:
             return recent
         return torch.cat([old[0], recent[0]], dim=2), torch.cat([old[1], recent[1]], dim=2)
 
-    def _unpacked(self) -> tuple[Tensor, Tensor] | None:
+    def _unpacked(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         if self.packed is None:
             return None
         keys, values = self.packed
-        return unpack(keys, self.bits, ENTRIES, self.dtype), unpack(values, self.bits, CHANNELS, self.dtype)
+        return unpack(keys, self.bits, ENTRIES, dtype), unpack(values, self.bits, CHANNELS, self.dtype)
 
     def _pack(self, keys: Tensor, values: Tensor) -> None:
         new = pack(keys, self.bits, ENTRIES), pack(values, self.bits, CHANNELS)

@@ -1,16 +1,21 @@
 """A memory whose entries are stored by one of transformers' quantised layers.
 
 Only the layer's public interface is used: `update` returns everything dequantised, and after a compression a new layer
-gets the remaining entries. Each compression therefore quantises them once more.
+gets the remaining entries. Each compression therefore quantises them once more. Keys are stored without their rotation,
+and keys that stay with their neighbours are rounded to the same numbers again.
 """
 
 from __future__ import annotations
 
 import copy
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
+from fathom.models.axes.numerics import widen
+
+from .kivi import Kivi
 from .memory import Memory
 from .method import Method
 from .whole import backend_layer
@@ -36,13 +41,26 @@ class QuantizedMemory(Memory):
         return new
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        stored: tuple[Tensor, Tensor] = self.store.update(keys, values)
-        return stored
+        return self._all(keys, values, self.dtype)
+
+    def _all(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Store rotated keys and values; all keys, the new ones as they came, and all values."""
+        bare, new = self._bare(keys).to(self.dtype), keys.shape[2]
+        held, held_values = self.store.update(bare, values, dtype=dtype)
+        if held.shape[2] == new:
+            return keys, values  # a first chunk is read as it came
+        old = self.rotation.place(held[:, :, : held.shape[2] - new], self.seen - held.shape[2])
+        return torch.cat([old, keys.to(old.dtype)], dim=2), held_values
+
+    def _bare(self, keys: Tensor) -> Tensor:
+        return self.rotation.turn(widen(keys), keys.shape[2] - self.seen, -1)
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        return self._append(self.keys, self.values)  # these are empty, and stay so
+        wide = torch.promote_types(self.dtype, torch.float32)
+        return self._all(self.keys, self.values, wide)  # these are empty, and stay so
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self.store = type(self.store)()
-        self.store.update(keys, values)
-        self.keys, self.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
+        bare = self._bare(keys)
+        self.store.update(bare if isinstance(self.store, Kivi) else bare.to(self.dtype), values)
+        self.keys, self.values = (x[:, :, :0].to(self.dtype, copy=True) for x in (keys, values))

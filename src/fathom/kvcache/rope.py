@@ -78,7 +78,7 @@ class Turn(Still):
         """The angle per position of each pair of channels; models with equal angles can share keys."""
         self.rotated = 2 * len(angles)
         """The channels that are rotated; cosines may have one column for each of them, or one for each pair."""
-        self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+        self._tables: dict[tuple[int, int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
         self._factors: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor, int]] = {}
 
     def adopt(self, embed: nn.Module) -> None:
@@ -142,7 +142,7 @@ class Turn(Still):
     @torch.no_grad()
     def _table(self, start: int, n: int, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of `start`, `start + step`, …, `[1, n, R]` each."""
-        key = (start, n * step, x.dtype, x.device)
+        key = (start, n, step, x.dtype, x.device)
         if key not in self._tables:
             if len(self._tables) > 16:
                 self._tables.clear()  # each layer uses the table of a text's total shift once
