@@ -5,8 +5,9 @@
     python benchmarks/kvcache_presses.py --compare OURS.pt THEIRS.pt > LOG.json
 
 FOLDER holds kvpress, installed without its dependencies beside today's transformers; OLD is an environment with kvpress
-and a transformers below 5.3. Models are tiny and random, random draws are seeded, and 120 different words are read, so
-that no two keys are equal. kvpress re-rotates the keys that it keeps (`KeyRerotationPress`).
+and a transformers below 5.3. Models are tiny, random and in float64, random draws are seeded, and 120 different words
+are read, so that no two keys are equal. kvpress re-rotates the keys that it keeps (`KeyRerotationPress`). Where more
+scores are equal than there are places, either choice is right: the log counts both.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +65,50 @@ def model_of(family: str, attention: str) -> tuple[Any, torch.Tensor]:
         for parameter in model.parameters():
             noise = 0.15 * torch.randn(parameter.shape, generator=draw)
             parameter.copy_(noise if parameter.ndim > 1 else parameter + noise)
-    return model, torch.randperm(200, generator=draw)[:120].unsqueeze(0) + 5
+    return model.double(), torch.randperm(200, generator=draw)[:120].unsqueeze(0) + 5
+
+
+def counting(method: Any, ties: set[str]) -> Any:
+    """A method of Fathom that notes where equal scores compete for fewer places."""
+    choose = method.choose
+
+    def counted(self: Any, scores: torch.Tensor) -> torch.Tensor:
+        kept = self.schedule.kept
+        least = scores.topk(kept, dim=-1).values[..., -1:]
+        equal, places = (scores == least).sum(-1), kept - (scores > least).sum(-1)
+        for one in (equal > places).nonzero().tolist():
+            ties.add(f"{int(equal[tuple(one)])} equal scores for {int(places[tuple(one)])} places")
+        return choose(self, scores)
+
+    method.choose = counted
+    return method
 
 
 @torch.no_grad()
-def logits_of(model: Any, ids: torch.Tensor, press: Any, ours: bool) -> torch.Tensor:
-    """Logits of seven further tokens."""
-    question = torch.arange(10, 17).unsqueeze(0)
+def logits_of(model: Any, ids: torch.Tensor, press: Any, ours: bool) -> tuple[torch.Tensor, list[str]]:
+    """Logits of seven further tokens, and ties (of ours)."""
+    question, ties = torch.arange(10, 17).unsqueeze(0), set[str]()
     torch.manual_seed(3)
     if ours:
         kvcache = importlib.import_module("fathom.kvcache")
-        with kvcache.compressed(model, kvcache.press(press)):
+        with kvcache.compressed(model, counting(kvcache.press(press), ties)):
             cache = model(ids).past_key_values
-        return model(question, past_key_values=cache).logits
+        return model(question, past_key_values=cache).logits, sorted(ties)
     cache = DynamicCache()
     with importlib.import_module("kvpress").KeyRerotationPress(press)(model):
         model(ids, past_key_values=cache)
     at = torch.arange(7) + cache.get_seq_length()
-    return model(question, past_key_values=cache, position_ids=at[None], cache_position=at).logits
+    return model(question, past_key_values=cache, position_ids=at[None], cache_position=at).logits, []
+
+
+def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """The largest difference of each cell, and the ties of those that differ."""
+    names = {one: " ".join(map(str, one)) for one in ours["found"]}
+    gaps = {name: float((ours["found"][one][0] - theirs["found"][one][0]).abs().max()) for one, name in names.items()}
+    ties = {name: ours["found"][one][1] for one, name in names.items() if gaps[name] > CLOSE}
+    versions = {side: given["versions"] for side, given in (("ours", ours), ("theirs", theirs))}
+    close = sum(gap <= CLOSE for gap in gaps.values())
+    return {"versions": versions, "close": close, "of": len(gaps), "ties": ties, "gaps": gaps}
 
 
 def main() -> None:
@@ -91,11 +119,7 @@ def main() -> None:
     parser.add_argument("--compare", type=Path, nargs=2)
     options = parser.parse_args()
     if options.compare:
-        ours, theirs = (torch.load(path) for path in options.compare)
-        gaps = {" ".join(map(str, one)): float((ours[one] - theirs[one]).abs().max()) for one in ours}
-        print(
-            json.dumps({"close": sum(gap <= CLOSE for gap in gaps.values()), "of": len(gaps), "gaps": gaps}, indent=1)
-        )
+        print(json.dumps(compare(*(torch.load(path) for path in options.compare)), indent=1))
         return
     kvpress, found = importlib.import_module("kvpress"), {}
     for family in FAMILIES:
@@ -104,7 +128,8 @@ def main() -> None:
             for removed in REMOVED:
                 press = getattr(kvpress, name)(compression_ratio=removed, **given)
                 found[family, name, removed] = logits_of(model, ids, press, options.ours is not None)
-    torch.save(found, options.ours or options.theirs)
+    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
+    torch.save({"versions": versions, "found": found}, options.ours or options.theirs)
 
 
 if __name__ == "__main__":
