@@ -41,6 +41,13 @@ class Memory(CacheLayerMixin):
         """What a layer that also mixes tokens by a state keeps beside its entries."""
         self._forget()
 
+    def __getattr__(self, name: str) -> object:
+        """What only the state has: before 5.21 transformers' Falcon-H1 takes its tensors from the layer itself."""
+        state = self.__dict__.get("state")
+        if state is not None and not name.startswith("__"):
+            return getattr(state, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @property
     def schedule(self) -> Schedule:
         """The method's schedule."""

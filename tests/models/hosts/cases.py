@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from fathom import FathomForCausalLM
 from fathom.checkpoints.families import hosted
+from fathom.checkpoints.families.layouts import SINCE
 from fathom.models import FathomConfig
 from tests.tiny import seeded
 
@@ -182,7 +185,9 @@ def backend_of(name: str) -> str:
 
 
 def configured(name: str, **changes: Any) -> PreTrainedConfig:
-    """The family's configuration of its shape."""
+    """The family's configuration of its shape, where the installed transformers has the family."""
+    if name not in CONFIG_MAPPING or tuple(map(int, transformers.__version__.split(".")[:2])) < SINCE.get(name, (5,)):
+        pytest.skip(f"{name} is not in transformers {transformers.__version__}, or does not run there")
     shape = {key: value for key, value in SHAPE.items() if key not in UNKNOWN.get(name, ())}
     return AutoConfig.for_model(name, **{**shape, **SHAPES[name], **changes})
 

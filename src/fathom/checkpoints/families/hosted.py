@@ -13,6 +13,7 @@ from fnmatch import fnmatch
 from functools import cache
 from typing import Any
 
+import transformers
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -24,7 +25,7 @@ from transformers import (
 
 from fathom.checkpoints.families.family import ROPE, Values, kept
 from fathom.checkpoints.families.keys import BACKEND, Keys
-from fathom.checkpoints.families.layouts import HOSTS
+from fathom.checkpoints.families.layouts import HOSTS, SINCE
 from fathom.models import FathomConfig
 
 SAME = (
@@ -219,6 +220,9 @@ def _class_of(kind: object) -> object:
 
 def configuration(theirs: Values) -> Values:
     """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
+    kind, here = str(theirs["model_type"]), transformers.__version__
+    if (first := SINCE.get(kind)) is not None and tuple(map(int, here.split(".")[:2])) < first:
+        raise ValueError(f"{kind} models need transformers {'.'.join(map(str, first))} or newer, and here is {here}")
     require_known(theirs)
     read = CONFIG_MAPPING[str(theirs["model_type"])].from_dict(dict(theirs))
     read.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ; those of most layers are named

@@ -194,6 +194,10 @@ CLOSED = _closed()
 """Types of transformers with a causal language model that do not open, and why."""
 
 
+SINCE = {"afmoe": (5, 17), "llama4_text": (5, 20)}
+"""The first transformers whose own model of a type reads a text with a cache."""
+
+
 def add_family(kind: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:
     """Let Fathom open models of another type of transformers, or of a package that registers one with it.
 
