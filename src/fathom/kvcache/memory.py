@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Memory(CacheLayerMixin):
         """What a layer that also mixes tokens by a state keeps beside its entries."""
         self._forget()
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         """What only the state has: before 5.21 transformers' Falcon-H1 takes its tensors from the layer itself."""
         state = self.__dict__.get("state")
         if state is not None and not name.startswith("__"):
