@@ -22,6 +22,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -773,13 +774,13 @@ def test_extras_exist() -> None:
 # Troubleshooting.
 
 
-def strings(file: Path) -> Iterator[str]:
+@cache
+def strings(file: Path) -> tuple[str, ...]:
     """Every string of a source file, with an ellipsis for each value in it."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.JoinedStr):
-            yield "".join(one.value if isinstance(one, ast.Constant) else "…" for one in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    whole = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    made = [node.values for node in nodes if isinstance(node, ast.JoinedStr)]
+    return (*whole, *("".join(one.value if isinstance(one, ast.Constant) else "…" for one in parts) for parts in made))
 
 
 def unknown_errors(page: Path) -> list[str]:

@@ -74,6 +74,7 @@ def test_shards_agree_with_the_index(said):
     assert int(first[-1]) == index["eos_token_id"]
 
 
+@pytest.mark.slow
 def test_minerals(said):
     folder = Path(said["folder"]) / "data" / "minerals"
     assert "questions.jsonl" in said["minerals"]

@@ -91,6 +91,7 @@ def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     assert torch.equal(fathom.load(written, "cpu")[0].lm_head.weight, model.lm_head.weight)
 
 
+@pytest.mark.slow
 def test_comparing_from_a_script(small: Recipe, tmp_path: Path) -> None:
     """And the best arm of what it made."""
     report = fathom.compare(small.override("train.export=true", "train.steps=2"), ARMS, tmp_path, seeds=1, pairs=0)

@@ -51,7 +51,7 @@ def test_every_family_agrees(case: str, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "config.json"]
 
 
-@pytest.mark.quick("qwen3_moe")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_hosted_family_agrees(kind: str, tmp_path: Path) -> None:
     found = check(write(tmp_path, {**SHAPE, **SHAPES[kind], "model_type": kind}))

@@ -115,6 +115,7 @@ def small_tasks(monkeypatch: pytest.MonkeyPatch, size: int = 4096) -> None:
     monkeypatch.setattr(plain, "PartWriter", partial(parts.PartWriter, limit=size))
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
     """Nor does a user's own random.py where they are started, which is no module of theirs."""
     small_tasks(monkeypatch)

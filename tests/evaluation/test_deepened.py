@@ -84,6 +84,7 @@ def test_sentences():
     assert "faster than control by 20%" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("fathom.evaluation.deepened.DECODED", 4)
     monkeypatch.setattr("fathom.evaluation.deepened.PAIRS", 6)

@@ -749,6 +749,7 @@ def test_a_rung_goes_on_with_the_recipes_that_it_began_with(tmp_path: Path, monk
     assert file.read_text() == plan
 
 
+@pytest.mark.slow
 def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> None:
     """With φ's further budgets, and tokens that tell them apart; the multipliers' rungs are those of the first."""
     planted(monkeypatch)
@@ -784,6 +785,7 @@ def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     assert State(ladder, tmp_path / "two/out").sealed() is not None
 
 
+@pytest.mark.slow
 def test_an_arm_of_its_own_steps_says_nothing_of_a_trip(tmp_path: Path, monkeypatch) -> None:
     """It read other tokens than its cell."""
     planted(monkeypatch)

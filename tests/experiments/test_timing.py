@@ -55,6 +55,7 @@ def test_an_arm_costs_as_much_as_itself(small: Recipe):
     assert measured.shared_tensors[0] == measured.shared_tensors[1]
 
 
+@pytest.mark.slow
 def test_a_larger_arm_costs_more(small: Recipe):
     larger = small.override("model.num_hidden_layers=8")
     measured = measure(larger, small, pairs=5)

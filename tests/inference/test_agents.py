@@ -416,6 +416,7 @@ def test_what_a_hostile_pattern_costs(served):
     assert spent < 0.6
 
 
+@pytest.mark.slow
 def test_at_once_as_one_at_a_time(served):
     kinds = [
         {},

@@ -150,7 +150,7 @@ def test_trips_that_share_keys_make_the_same_texts():
     assert together == one_by_one
 
 
-@pytest.mark.parametrize("prelude", [0, 1])
+@pytest.mark.parametrize("prelude", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_tokens_that_are_sure_stop_in_a_batch_as_alone(prelude):
     """Rows of different depth, which join and leave; layers before the loop keep no slots of later trips."""
     options = {"trips": 3, "prelude": prelude, "exit_confidence": 0.3}
@@ -565,7 +565,7 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
         assert made() != whole
 
 
-@pytest.mark.quick("loop+depth_attention-grid")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["vanilla", "loop+depth_attention-grid", "ponder-hidden-duo"])
 def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
     """A short prompt of several that are read at once is padded behind with its last token, here the damaged one."""

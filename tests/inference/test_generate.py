@@ -97,7 +97,7 @@ BATCHES += [{"encoder_repetition_penalty": 1.5, "forced_eos_token_id": 7}]
 BATCHES += [{"encoder_no_repeat_ngram_size": 2, "eos_token_id": None}]
 
 
-@pytest.mark.quick("options0")
+@pytest.mark.slow
 @pytest.mark.parametrize("options", BATCHES)
 def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     """Greedy, with prompts of many lengths, some of which end and some of which meet the end of the context.

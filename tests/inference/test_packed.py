@@ -61,7 +61,7 @@ def test_any_shape(shape):
     assert apart(PackedLinear(layer), layer, torch.randn(*shape[:-1], 192)[..., ::2]) < 1e-6
 
 
-@pytest.mark.quick("hyper_connections", "latent_cot")
+@pytest.mark.quick("hyper_connections")
 @pytest.mark.parametrize("case", CASES)
 def test_models_compute_the_same(case, monkeypatch):
     """Every linear layer of a mechanism too, however small."""

@@ -37,8 +37,8 @@ def errors(dtype, compressions):
     return [found[n] for n in compressions], half.layers[0]
 
 
+@pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.quick("dtype0")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_keys_do_not_wear_down(dtype, monkeypatch):
     (once, often), layer = errors(dtype, (1, 200))

@@ -665,6 +665,7 @@ def test_compare(tokenizer, visit):
     assert signs[1:] == [int(np.sign(x)) if abs(x) > 1e-3 else s for x, s in zip(apart[1:], signs[1:], strict=True)]
 
 
+@pytest.mark.slow
 def test_live(tokenizer, browser):
     model = model_of("depth_attention")
 

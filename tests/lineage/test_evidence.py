@@ -62,6 +62,7 @@ def negatives(models, request):
     return [measure(a, b, Options(extras=False)) for a, b in combinations(opened, 2)]
 
 
+@pytest.mark.slow
 def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
     """Fixed points against the exact law, and the p-value not anti-conservative (Kolmogorov–Smirnov, one-sided)."""
     columns = [pair.aligned.fixed.columns for pair in negatives]

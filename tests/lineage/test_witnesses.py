@@ -52,6 +52,7 @@ def test_a_head_of_its_own_is_a_second_witness(models):
     assert "T2 embedding and output head" in named(found) and not found.skipped
 
 
+@pytest.mark.slow
 def test_a_gate_that_is_its_up_projection_makes_no_pairs(models, tmp_path):
     """T4 compares what is read with what is written: a gate that repeats the up row adds nothing."""
 
@@ -116,7 +117,7 @@ def test_ties_are_no_evidence(models, tmp_path, change, controls):
     assert all(test.p > 1e-4 for test in found.tests), [(t.name, t.p) for t in found.tests]
 
 
-@pytest.mark.quick("copied_channels")
+@pytest.mark.slow
 @pytest.mark.parametrize("change", TIES)
 def test_what_is_not_tied_still_convicts(models, tmp_path, change):
     base = edited(models(seed=35), tmp_path / "base", change)
@@ -173,7 +174,7 @@ def loud(tensors: Tensors, factor: float = 1e5, seed: int = 3) -> None:
     embed[300] = factor * embed.std() * np.random.default_rng(seed).normal(size=embed.shape[1])
 
 
-@pytest.mark.quick("100000.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1e5, 1e12])
 def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, factor):
     copy = edited(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))

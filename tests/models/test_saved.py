@@ -23,7 +23,7 @@ def test_every_mechanism_has_a_row():
     assert {name for name, _ in ARMS.values()} == {*MECHANISMS, "vanilla"} - {"none", "plain", "once"}
 
 
-@pytest.mark.quick("hyper_connections")
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if ARMS[arm][0] in BOUNDS])
 def test_residuals_keep_their_inputs_and_scalars(arm):
     assert measure(arm, torch.bfloat16, 64).times <= BOUNDS[ARMS[arm][0]]

@@ -70,6 +70,7 @@ def assert_same(found: Path, expected: Path, step: int) -> None:
     assert numbers(found) == numbers(expected)
 
 
+@pytest.mark.slow
 def test_made_longer(constant: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     """Sixteen steps have two of warm-up at the recipe's share: what the run has had stays."""
     new = tmp_path / "new"

@@ -34,7 +34,7 @@ def continued(recipe: Recipe, base: Path, *words: str) -> Recipe:
     return recipe.override(f"model.from_pretrained={base}", "train.steps=12", "track.display=lines", *words)
 
 
-@pytest.mark.quick("text", "conversations")
+@pytest.mark.quick("conversations")
 @pytest.mark.parametrize("kind", ["text", "documents", "conversations", "accumulated"])
 def test_the_first_batch_is_evaluated_to_its_loss(
     kind: str, recipe: Recipe, corpus: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -74,7 +74,7 @@ def test_a_loop_that_computes_another_loss_is_stopped(
         train(continued(recipe, base), tmp_path / "run")
 
 
-@pytest.mark.parametrize("stopped", [0, 4])
+@pytest.mark.parametrize("stopped", [0, pytest.param(4, marks=pytest.mark.slow)])
 def test_weights_that_are_thrown_away_are_noticed(
     stopped: int, recipe: Recipe, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

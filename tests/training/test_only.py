@@ -69,6 +69,7 @@ def test_resumes_and_shards(corpus: Path, tmp_path: Path) -> None:
     assert processes.losses(tmp_path / "two") == pytest.approx(processes.losses(tmp_path / "whole"), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_from_vanilla_through_gates_to_everything(corpus: Path, tmp_path: Path) -> None:
     """A retrofit with shut gates is the model it began with; its second phase begins where the first ended."""
     shape = ("model.mixer=none", "train.steps=2", "evaluate.every=0", "train.export=true")

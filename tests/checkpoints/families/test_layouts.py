@@ -7,7 +7,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, Mxfp4Config
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -28,7 +27,7 @@ def test_every_causal_model_of_transformers_opens_or_says_why_not():
 def test_a_type_that_a_later_transformers_runs_is_refused_with_its_number(monkeypatch):
     values = configured("afmoe").to_dict() | {"model_type": "afmoe"}
     assert hosted.configuration(values)["host"] == "afmoe"
-    monkeypatch.setattr(transformers, "__version__", "5.16.2")
+    monkeypatch.setattr(hosted.transformers, "__version__", "5.16.2")
     with pytest.raises(ValueError, match=r"^afmoe models need transformers 5\.17 or newer, and here is 5\.16\.2$"):
         hosted.configuration(values)
 

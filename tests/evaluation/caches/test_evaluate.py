@@ -193,6 +193,7 @@ def test_bad_words_are_one_line(here: Path, words: list[str], message: str, caps
     assert len(errors) == 1 and message in errors[0]
 
 
+@pytest.mark.slow
 def test_questions_in_words_end_to_end(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The tokens are said before anything is read; all caches answer the same questions; run again, it goes on."""
     (tmp_path / "long.txt").write_text(". ".join(f"The {word} is here" for word in " ".join(TEXT).split() * 40))
