@@ -10,7 +10,7 @@ from fathom.inference import engine as engines
 from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, token_bytes
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
-from fathom.inference.schedule import BOUND, FEW, LEAST, PATIENCE, READ, chunk, in_order, interrupts, most_rows
+from fathom.inference.schedule import BOUND, FEW, LEAST, PATIENCE, READ, YIELDED, chunk, in_order, interrupts, most_rows
 from fathom.kvcache.policy import Policy
 from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
 from tests.models.cases import build, config_of
@@ -24,6 +24,7 @@ class Prompt:
     left: int
     passed: int = 0
     in_a_row: int = 0
+    further: bool = False
 
 
 def test_a_chunk_takes_the_time_that_is_stated():
@@ -37,6 +38,8 @@ def test_a_chunk_takes_the_time_that_is_stated():
 def test_the_shortest_is_read_first_but_none_for_ever():
     """A long prompt beside short ones that never end: it is read after `PATIENCE` times its own length."""
     assert [one.left for one in in_order([Prompt(9), Prompt(2), Prompt(5)])] == [2, 5, 9]
+    many, other = [Prompt(1), Prompt(1, further=True), Prompt(1, YIELDED, further=True)], Prompt(5)
+    assert in_order([*many, other]) == [many[2], many[0], other, many[1]]
     long, read = Prompt(100), 0
     while in_order([long, Prompt(10)])[0] is not long:
         long.passed += 10
@@ -256,6 +259,27 @@ def test_a_request_of_many_texts_leaves_room_for_others(scarce, monkeypatch):
     try:
         assert finished_before(object()) == 0
         assert finished_before(None) > 0
+    finally:
+        running.join(10)
+
+
+def test_further_texts_of_a_request_are_read_after_others():
+    """Also where their prompts are shorter."""
+    model, _ = model_of("vanilla")
+    running, order = Engine(model, BUDGET), []
+    read = running._read
+    running._read = lambda lane, jobs, left: (order.extend(jobs), read(lane, jobs, left))[1]
+    try:
+        for request in (object(), None):
+            order.clear()
+            many = [Collected([5], 2, Choice(), request=request) for _ in range(6)]
+            held = threading.Event()
+            running.call(lambda held=held: held.wait(60))
+            running.submit([one.job for one in many])
+            running.submit([(late := Collected([7, 8, 9, 7, 8], 2, Choice())).job])
+            held.set()
+            assert [one.wait() for one in [*many, late]] == ["length"] * 7
+            assert order.index(late.job) == (6 if request is None else 1)
     finally:
         running.join(10)
 

@@ -143,6 +143,8 @@ class Job:
     drafts: Drafts = field(default_factory=Drafts)
     request: object = None
     """What it shares with the other texts of its request."""
+    further: bool = False
+    """Whether it is not the first text of its request."""
 
     salt: str | None = None
     """Prefixes are shared with texts of the same one alone."""
@@ -273,8 +275,9 @@ class Engine:
                 raise RequestError(
                     f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
                 )
-            for job in jobs:
+            for i, job in enumerate(jobs):
                 job.before = int(self.counts["prompt_tokens"])
+                job.further = i > 0 and job.request is not None
             self.waiting.extend(jobs)
             self._wake.notify()
 

@@ -19,6 +19,8 @@ PATIENCE = 4
 """By how many tokens others may overtake a prompt, for each token that it has left."""
 SMALLER = 2
 """How many times shorter a prompt must be to interrupt another."""
+YIELDED = 2048
+"""Tokens of other prompts for which the further texts of a request let other requests go first."""
 FEW = 8
 """Rows that a step may have however long it takes: so few take little more time than one."""
 
@@ -35,6 +37,10 @@ class Pending(Protocol):
         """Tokens of other prompts that were read since it was submitted."""
 
     @property
+    def further(self) -> bool:
+        """Whether it is not the first of its request."""
+
+    @property
     def in_a_row(self) -> int:
         """Tokens that were read since its reading began, or was resumed."""
 
@@ -49,7 +55,7 @@ def rank(prompt: Pending) -> float:
 
 def in_order(prompts: Iterable[P]) -> list[P]:
     """Prompts in the order in which they are read; equal ones as they came."""
-    return sorted(prompts, key=rank)
+    return sorted(prompts, key=lambda one: (one.further and one.passed < YIELDED, rank(one)))
 
 
 def interrupts(new: Pending, reading: Pending) -> bool:
