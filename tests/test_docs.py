@@ -755,6 +755,12 @@ def test_what_is_pointed_at_is_there(page: Path) -> None:
     assert broken_links(page) == [] and absent_files(page) == []
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = {str(page.relative_to(ROOT)) for page in DOCS.rglob("*.md")} - {"docs/index.md"}
+    assert not {page for page in pages if f": {page}\n" not in listed}
+
+
 def test_a_broken_link_is_caught(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(
         "# The *top*\n\n[there](page.md#the-top), [not](#bottom), [gone](docs/gone.md), "
