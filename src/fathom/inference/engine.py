@@ -428,12 +428,9 @@ class Engine:
             waiting = list(self.waiting)
         for job in [*waiting, *(job for _, job in self.paused), *([] if reading is None else [reading])]:
             job.passed = read - job.before - (job.read - job.cached)
-        if reading is not None and not any(interrupts(job, reading) for job in waiting):
-            return True
-        paused = in_order(job for _, job in self.paused)
-        for job in in_order([*paused, *waiting] if reading is None else waiting):
-            if reading is not None and not interrupts(job, reading):
-                break
+        paused = [job for _, job in self.paused]
+        able = [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading)]
+        for job in in_order(able):
             if job.paused is not None:
                 self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
                 self.paused.remove((self.joining[0], job))
