@@ -233,6 +233,8 @@ class Matcher:
         self._tables = {}
         for length in sorted({int(key.removeprefix("runs_")) for index in indices for key in index if "runs_" in key}):
             self._tables[length] = _table(length, indices)
+        self._met: dict[tuple[int, int], list[str]] = {}
+        """The plain texts of items that a run led to: a long question has a run at every word."""
         self._near = near.Near(indices, items)
         self._seeds = _sieve(self._near.seeds)
 
@@ -339,7 +341,10 @@ class Matcher:
         return {word for text in plain_all(texts) for word in text.split()}
 
     def _holds(self, benchmark: int, item: int, passage: str) -> bool:
-        return any(f" {passage} " in f" {plain(folded(text).text)} " for text in self._asked[benchmark][item])
+        met, key = self._met, (benchmark, item)
+        if key not in met:
+            met[key] = [f" {plain(folded(text).text)} " for text in self._asked[benchmark][item]]
+        return any(f" {passage} " in text for text in met[key])
 
 
 def answer_end(after: Sequence[int], wanted: Wanted) -> int:
