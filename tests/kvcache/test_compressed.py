@@ -271,6 +271,22 @@ def test_it_ends_with_the_block_whatever_happens(model):
 
 
 @torch.no_grad()
+@pytest.mark.quick("snapkv")
+@pytest.mark.parametrize("method", ["snapkv", "drop+int8", "sinks"])
+def test_a_window_for_every_input(model, method):
+    """Inputs that are scored, and prompts that are continued, are read as through a cache of that window."""
+    ids = tokens(2, 90)
+    given = {} if method == "sinks" else dict(ratio=0.5)
+    cache = build_cache(model, method, window=64, **given)
+    alone = model(ids, past_key_values=cache).logits
+    with compressed(model, method, window=64, **given):
+        assert torch.equal(model(ids).logits, alone) and torch.equal(model(ids).logits, alone)
+        done = model.generate(ids, do_sample=False, max_new_tokens=9, return_dict_in_generate=True)
+    assert done.past_key_values.compressions == build_cache(model, method, window=64, **given).schedule.compressions(98)
+    assert (model(ids).logits - alone)[:, 64:].abs().max() > 1e-2  # the full cache
+
+
+@torch.no_grad()
 def test_one_context_and_many_questions(model):
     """Branches share what was read, do not disturb one another, and answer as if each had read the context itself."""
     context, questions = tokens(1, 100), [tokens(1, n, seed=n) for n in (9, 30, 70)]

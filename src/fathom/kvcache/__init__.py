@@ -12,6 +12,7 @@ from .attention import Compression, compress_in_training
 from .build import METHODS, NAMES, UntunedWarning, build_cache
 from .cache import MemoryCache
 from .compressed import NothingCompressedWarning, compressed
+from .kvzip import reconstruct
 from .method import Method
 from .prefill import chunks, prefill
 from .press import press
@@ -40,6 +41,7 @@ __all__ = [
     "load_cache",
     "prefill",
     "press",
+    "reconstruct",
     "save_cache",
     "watch",
 ]

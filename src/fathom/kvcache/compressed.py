@@ -4,7 +4,8 @@
         model.generate(ids)
 
 Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T` entries. In the caches of
-`build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full.
+`build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full. With
+`window` every input is read into such a cache, as an evaluation needs whose inputs are scored and not continued.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from fathom.models.axes.cache_name import cache_among, with_cache
 
-from .build import METHODS, UntunedWarning, cache_of, config_of, untuned
+from .build import METHODS, UntunedWarning, cache_of, config_of, make_method, untuned
 from .cache import MemoryCache
 from .method import Method
 from .rope import Rope, refuse
@@ -45,6 +46,7 @@ def compressed(
     ratio: float | None = None,
     sinks: int | None = None,
     while_decoding: bool = False,
+    window: int | None = None,
     **options: object,
 ) -> Iterator[None]:
     """Compress every prompt that `model` reads into a new cache within the `with` block.
@@ -60,30 +62,37 @@ def compressed(
 
     Args:
         model: Any decoder of the supported families.
-        method: A name of `METHODS`, or a class of one's own (`press` makes one from a press of kvpress).
+        method: A name of `METHODS`, also with a plus (`drop+int8`), or a class of one's own (`press` makes one from a
+            press of kvpress).
         ratio: The share of the prompt's entries to keep, sinks included; by default 0.5, or that of the press.
         sinks: First entries that are never compressed; by default 4, with a press 0.
         while_decoding: Compress again whenever the cache reaches the prompt's length. Otherwise the prompt is
             compressed once, and the answer's entries are added.
+        window: Hold at most so many entries, compressed whenever they are full as in `build_cache`; `ratio` is then a
+            share of them.
         options: Options of the method.
     """
-    made = METHODS.get(method) if isinstance(method, str) else method
-    if made is None:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    made, quantized = found(method)
+    if window is not None and while_decoding:
+        raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
     ratio, sinks = made.own_ratio if ratio is None else ratio, made.own_sinks if sinks is None else sinks
     config, decoder = config_of(model), decoder_of(model)
     kind = Eager if while_decoding else Once
     Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
-    refuse(config, 0 if while_decoding else sys.maxsize)
+    refuse(config, window or (0 if while_decoding else sys.maxsize))
     rope = Rope(config)
     rope.ask(decoder)  # before the hook, which would compress what the question reads
 
     def method_for(length: int) -> Method:
+        if window is not None:
+            return make_method(config, made, window, sinks, ratio, None, **options)
         left = made.left(length, ratio)
         if not sinks < left < length:
             return made(kind.at(UNTOUCHED, sinks, ratio), rope, **options)
         return made(kind(length, sinks, left - sinks), rope, **options)
 
+    if window is not None:
+        method_for(0)  # values that are refused
     whole = False  # whether a prompt was read that stays whole
 
     def new(length: int, attention_mask: object) -> MemoryCache:
@@ -102,7 +111,7 @@ def compressed(
                 NothingCompressedWarning,
                 stacklevel=2,
             )
-        cache = cache_of(chosen, config, model)
+        cache = cache_of(chosen, config, model, quantized)
         if attention_mask is not None and (pads := left_padding(real_tokens(attention_mask))):
             cache.pad(pads, lambda pad: method_for(length - pad))
         return cache
@@ -130,6 +139,16 @@ def compressed(
             yield
     finally:
         hook.remove()
+
+
+def found(method: str | type[Method]) -> tuple[type[Method], str | None]:
+    """The class of a method, and how its entries are stored."""
+    if not isinstance(method, str):
+        return method, None
+    name, _, quantized = method.partition("+")
+    if name not in METHODS:
+        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    return METHODS[name], quantized or None
 
 
 def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:

@@ -140,6 +140,14 @@ class Memory(CacheLayerMixin):
             self._compress()
         return keys, values
 
+    def take(self, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Compress a whole prompt that was read elsewhere: keys, values, and what the method needs of the queries."""
+        self.lazy_initialization(keys, values)
+        self.seen, self.queries = keys.shape[2], queries
+        self.full = self.schedule.eager
+        self._append(keys, values)
+        self._compress()
+
     def observe(self, queries: Tensor) -> None:
         """Show the method the queries `[B, H, q, D]` of the last tokens, if it needs them."""
         if self.schedule.ended(self.seen) and not self.full:
