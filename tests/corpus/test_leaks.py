@@ -388,6 +388,19 @@ def test_what_editors_put_between_words_hides_nothing(kind: str, length: int) ->
     assert not finds(item, around(f"{text.replace(WORDS[length // 2], 'other')}? Fish."))
 
 
+def test_numbers_of_the_text_are_no_numbers_of_its_apparatus() -> None:
+    """One that is the text of a link, unless it is a citation behind a word; and the first of a subtitle's text."""
+    words, link = WORDS[:4], '(page.html "a title")'
+    item = Item("x", f"{' '.join(words)} 3 fish", ("fish", "fowl"), 0, "fish")
+    assert finds(item, around(f"{words[0]} [{words[1]}]{link} {words[2]} {words[3]} [3]{link} fish? Fish."))
+    assert not finds(item, around(f"{words[0]} [{words[1]}]{link} {words[2]} {words[3]}[3](#3) fish? Fish."))
+    cues = [f"\n\n{at}\n00:00:0{at},000 --> 00:00:0{at},900\n" for at in (1, 2)]
+    assert finds(item, around(f"{cues[0]}{' '.join(words)}{cues[1]}3 fish? Fish."))
+    assert not finds(item, around(f"{cues[0]}{' '.join(words)}{cues[1]}4 fish? Fish."))
+    item = Item("x", " ".join(WORDS[:5]), ("fish", "fowl"), 0, "fish")
+    assert finds(item, around(f"{WORDS[0]} {WORDS[1]}[3](#three) {' '.join(WORDS[2:5])}? Fish."))
+
+
 def test_escapes_and_divided_words_in_quotes_hide_nothing() -> None:
     item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
     asked = " ".join(WORDS[:6]) + "? Fish."

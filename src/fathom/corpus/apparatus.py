@@ -14,6 +14,7 @@ from urllib.parse import unquote
 YEAR = r"(?:1[5-9]|20)\d\d[a-z]?"
 TIME = r"\d{1,3}:\d\d(?::\d\d)?(?:[.,:]\d{1,3})?"
 PAGES = r"(?:pp?\.[ ]?)?[\^#*]?\d{1,4}"
+PLACES = rf"{PAGES}(?:[ ]?[,;–—-][ ]?{PAGES})*"
 KEY = r"[A-Z][A-Za-z]{0,20}\+?[ ’']?\d\d(?:\d\d)?[a-z]?"
 LINE = (
     rf"\n[ \t]*(?:(?:\d{{1,6}}[ \t]*\n[ \t]*)?{TIME}[ \t]*-->[^\n]*|Dialogue:(?:[^,\n]{{0,40}},){{9}}|{TIME}(?=[ \t\n])"
@@ -22,7 +23,7 @@ LINE = (
 )
 """Cues of subtitles, times, and numbers, at the beginning of a line."""
 CITED = (
-    rf"\[{PAGES}(?:[ ]?[,;–—-][ ]?{PAGES})*\]_?|\[{KEY}(?:[,;][ ]?{KEY})*\]"
+    rf"\[(?<=\S\[){PLACES}\]\([^()\s]{{0,300}}\)|\[{PLACES}\](?!\()_?|\[{KEY}(?:[,;][ ]?{KEY})*\]"
     r"|\[[^\[\]\n@]{0,40}@[\w:.#$%&+?<>~/-]+[^\[\]\n]{0,120}\]"
     rf"|\[(?:[a-z.]{{2,9}},?[ ])?[A-Z][^\[\]]{{1,160}}?[\s,]{YEAR}(?:[,;:.][^\[\]]{{0,160}})?\]|\[{YEAR}\]"
     r"|\[(?:citation needed|sic|edit|who\?|when\?)\]"
@@ -39,7 +40,8 @@ NOTES = {
     rf"\{{\{{{NOTE_TEMPLATES}(?:\|[^{{}}]{{0,300}})?\}}\}}": "{",
     r"<ref\b[^<>]{0,200}(?:/>|>[^<>]{0,500}</ref>)": "<ref",
 }
-"""They are left out without a trace, as is the blank before them. Each has a text without which there is none."""
+"""They are left out without a trace, as is the blank before them. Each has a text without which there is none. A number
+that is the text of a link is a citation only behind a word."""
 LINKS = {
     r"\]\((?:<[^<>\n]{0,300}>|(?:[^()\s]|\([^()\s]{0,80}\)){1,300})(?:\s+(?:\"[^\"\n]{0,200}\"|'[^'\n]{0,200}'))?\)": "]",  # noqa: E501
     r"\]\[[^\[\]\n]{0,60}\]": "]",
@@ -84,7 +86,11 @@ def changes(text: str) -> list[Change]:
 
 
 def _found(text: str) -> Iterator[Change]:
+    cue = -1
     for match in _LINE.finditer(f"\n{text}"):
+        if match.start() == cue and "-->" not in match[0]:  # a number with which the text of a subtitle begins
+            continue
+        cue = match.end() if "-->" in match[0] else -1
         yield max(match.start() - 1, 0), match.end() - 1, "\n" if match.start() else ""
     for match in _matches(_NOTES, text):
         start = match.start()
