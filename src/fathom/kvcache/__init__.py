@@ -16,6 +16,7 @@ from .kvzip import reconstruct
 from .method import Method
 from .prefill import chunks, prefill
 from .press import press
+from .pyramidkv import PyramidKV
 from .schedule import Eager, Once, Schedule
 from .stored import load_cache, save_cache
 from .watch import watch
@@ -31,6 +32,7 @@ __all__ = [
     "Method",
     "NothingCompressedWarning",
     "Once",
+    "PyramidKV",
     "Schedule",
     "UntunedWarning",
     "build_cache",

@@ -106,19 +106,24 @@ def cache_of(
     if static:
         return StaticCache(method, [StaticMemory(method, i) for i in range(config.num_hidden_layers)])
 
+    layers, most = own_layers(config), method.schedule.most
+    ours = [i for i, (own, _) in enumerate(layers) if isinstance(own, CacheLayerMixin)]
+    ours = [i for i in ours if left_alone(config, i, most) is None]
+
     def layer(i: int, own: object, state: State | None) -> CacheLayerMixin:
-        sees = left_alone(config, i, method.schedule.most)
+        sees = left_alone(config, i, most)
         if own is None and state is not None:
             return state  # transformers' caches take both
         if not isinstance(own, CacheLayerMixin):
             return own  # of a layer that keeps nothing, or reads what another one keeps
         if sees is not None:
             return DynamicSlidingWindowLayer(sliding_window=sees)
-        memory = Memory(method, i) if quantized is None else QuantizedMemory(method, quantized, i)
+        mine = method.for_layer(ours.index(i), len(ours))
+        memory = Memory(mine, i) if quantized is None else QuantizedMemory(mine, quantized, i)
         memory.state = state
         return memory
 
-    return MemoryCache(method, [layer(i, *own) for i, own in enumerate(own_layers(config))])
+    return MemoryCache(method, [layer(i, *own) for i, own in enumerate(layers)])
 
 
 def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | None) -> None:

@@ -72,6 +72,8 @@ class Method(ABC):
     """The share that a compression leaves by default."""
     own_sinks: ClassVar[int] = SINKS
     """The first entries that are never compressed by default."""
+    place: tuple[int, int] = (0, 1)
+    """The layer of a method with a budget for each, and the number of such layers."""
     observed: int = 0
     """How many of the last queries `condense` needs; above 0 for every method that uses queries."""
 
@@ -88,6 +90,10 @@ class Method(ABC):
     def left(cls, length: int, ratio: float) -> int:
         """The entries that `ratio` leaves of a prompt."""
         return share(length, ratio)
+
+    def for_layer(self, layer: int, layers: int) -> Method:
+        """The method of one of the layers that are compressed; by default the same for all."""
+        return self
 
     def rotation(self, held: Held) -> Still:
         """How the layer rotates its keys."""

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -38,6 +39,16 @@ def observed_backend(decoder: PreTrainedModel) -> str:
     return name + SUFFIX
 
 
+def fitted(mask: Tensor, key: Tensor) -> Tensor:
+    """The mask of a layer that holds fewer entries than the first one, for which masks are made."""
+    mask = mask[..., mask.shape[-1] - key.shape[2] :]
+    if (lengths := vars(key).get("lengths")) is None:
+        return mask
+    starts = key.shape[2] - torch.tensor(lengths, device=mask.device)  # [B]: what is before them is padding
+    hidden = (torch.arange(key.shape[2], device=mask.device) < starts.unsqueeze(1))[:, None, None]
+    return mask & ~hidden if mask.dtype == torch.bool else mask.masked_fill(hidden, torch.finfo(mask.dtype).min)
+
+
 def _observed(
     name: str,
     module: nn.Module,
@@ -50,6 +61,8 @@ def _observed(
     scaling: float,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
+    if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
+        attention_mask = fitted(attention_mask, key)
     memory = vars(key).pop("memory", None)  # once: later layers that share these keys have queries of their own
     if memory is not None:
         memory.observe(query * scaling)

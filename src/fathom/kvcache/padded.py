@@ -35,7 +35,7 @@ class Padded(Memory):
         self.memories = {pad: empty.branch() for pad in sorted(set(pads))}
         """By padding."""
         for pad, memory in self.memories.items():
-            memory.method = empty.method if method_for is None else method_for(pad)
+            memory.method = empty.method if method_for is None else method_for(pad).for_layer(*empty.method.place)
 
     def _rows(self, pad: int) -> list[int]:
         return [row for row, own in enumerate(self.pads) if own == pad]
@@ -87,7 +87,7 @@ class Padded(Memory):
                 rectangle[rows, :, width - x.shape[2] :] = x
         self.seen, self.is_initialized = self.seen + length, True
         if self.method.observed:
-            keys.memory = self  # type: ignore[attr-defined]  # see observe.py
+            keys.memory, keys.lengths = self, self.lengths(0)  # type: ignore[attr-defined]  # see observe.py
         return keys, values
 
     def observe(self, queries: Tensor) -> None:
