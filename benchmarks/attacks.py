@@ -155,6 +155,13 @@ def bad(server: Watched) -> Counter[str]:
         return Counter(str(status) for status in pool.map(lambda i: server.post(*kinds[i % len(kinds)]), range(BAD)))
 
 
+def lists(server: Watched) -> Counter[str]:
+    """1,000 bodies of 65 kB, full of empty lists, by 64 clients."""
+    body = b'{"prompt":[' + b"[]," * 21_700 + b"[]]}"
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        return Counter(str(status) for status in pool.map(lambda _: server.post("/v1/completions", body), range(BAD)))
+
+
 def grammars(server: Watched) -> Counter[str]:
     """A hundred hostile grammars of five kinds, each for four texts."""
     asked = [
@@ -195,6 +202,7 @@ ATTACKS: dict[str, Attack] = {
     "400 words for the lens": lens(400),
     "600 words for the lens": lens(600),
     "1,000 bad requests": bad,
+    "1,000 bodies of empty lists": lists,
     "100 hostile grammars": grammars,
 }
 

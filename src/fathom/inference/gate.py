@@ -19,7 +19,7 @@ from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
-LARGE = 1 << 16
+LARGE = 1 << 14
 """A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
 PARSED = 1 << 25
 """Bytes of large bodies in a second: before each the loop has about as long for others as parsing takes."""
