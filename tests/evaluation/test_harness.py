@@ -7,6 +7,7 @@ import lzma
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
+from fathom.kvcache import build_cache, compressed
 from fathom.models import FathomConfig, FathomForCausalLM
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
 pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
+
+from lm_eval.api.instance import Instance
 
 from fathom.errors import DataError
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
@@ -409,3 +413,51 @@ def test_own_lm_eval_tasks_are_included(checkpoints: tuple[Path, Path], tmp_path
     assert main([*words, "--include", str(tmp_path / "data")]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["checkpoints"]["fathom"]["tasks"]["mine"]["n-samples"]["mine"]["original"] == 4
+
+
+CACHES = [("drop", {}), ("snapkv", {"observed": 2}), ("tova", {})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "options"), CACHES)
+def test_tasks_under_a_cache(
+    checkpoints: tuple[Path, Path], tmp_path: Path, lm: Any, method: str, options: dict[str, int]
+) -> None:
+    """lm-eval's likelihoods of PIQA's solutions are those of one solution at a time through the cache."""
+    lines = [
+        {"goal": f"Sound {i} fathoms", "sol1": f"use a rope of {7 * i} ft", "sol2": f"use a hat of {i}", "label": i % 2}
+        for i in range(36)
+    ]
+    (tmp_path / "piqa").mkdir()
+    (tmp_path / "piqa/validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = {"window": 16, "ratio": 0.5, **options}
+    requests = [Instance("loglikelihood", {}, asked(line, 0), 0) for line in lines]
+    full = lm.loglikelihood(requests)
+    with compressed(lm.model, method, **given):
+        found = run_task(lm, "piqa", SETTINGS, tmp_path)
+        told = lm.loglikelihood(requests)
+    likelihoods = [
+        [likelihood(lm, build_cache(lm.model, method, **given), *asked(line, n)) for n in (0, 1)] for line in lines
+    ]
+    assert max(abs(a[0] - b[0]) for (a, *_), b in zip(likelihoods, told, strict=True)) < 1e-4
+    right = [float((one[0][0] < one[1][0]) == line["label"]) for one, line in zip(likelihoods, lines, strict=True)]
+    assert found.items["piqa/acc"].values == right
+    assert all(abs(a[0] - b[0]) > 1e-3 for a, b in zip(full, told, strict=True))
+    assert min(count for one in likelihoods for _, count in one) > 16
+
+
+def asked(line: dict[str, Any], choice: int) -> tuple[str, str]:
+    """A question of PIQA as lm-eval asks it, and a solution."""
+    return f"Question: {line['goal']}\nAnswer:", f" {line[f'sol{choice + 1}']}"
+
+
+@torch.no_grad()
+def likelihood(lm: Any, cache: Any, context: str, continuation: str) -> tuple[float, int]:
+    """The log likelihood of a continuation after its context, one token at a time; and the tokens."""
+    ids = lm.tok_encode(context + continuation)
+    start, total = len(lm.tok_encode(context)), 0.0
+    for place, (read, following) in enumerate(pairwise(ids)):
+        logits = lm.model(torch.tensor([[read]]), past_key_values=cache).logits[0, -1]
+        if place + 1 >= start:
+            total += float(logits.log_softmax(-1)[following])
+    return total, len(ids)
