@@ -94,6 +94,16 @@ def tokens(*shape, seed=3):
     return torch.randint(3, cases.VOCABULARY, shape, generator=seeded(seed))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("quantized", [None, "int8"])
+def test_branches_have_states_of_their_own(quantized):
+    model, ids = model_of("falcon_h1").float(), tokens(1, 30)
+    cache = build_cache(model, "drop", window=N, sinks=S, kept=L, quantized=quantized)
+    model(ids[:, :12], past_key_values=cache)
+    one, other = (model(ids[:, 12:13], past_key_values=cache.branch()).logits for _ in range(2))
+    assert torch.equal(one, other) and torch.equal(one, model(ids[:, 12:13], past_key_values=cache).logits)
+
+
 @pytest.mark.quick("lfm2-tova", "falcon_h1-freqkv", "jamba-snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CHANGES)

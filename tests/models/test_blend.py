@@ -89,6 +89,24 @@ def test_the_schedule_rises_and_a_saved_model_settles_it(name, tmp_path):
     assert getattr(model.config, f"{axis}_options")["blend_steps"] == 4, "the caller's configuration is the caller's"
 
 
+def test_a_model_that_was_saved_closed_opens_or_says_that_it_does_not(tmp_path, recwarn):
+    first = FathomForCausalLM(config_of("depth_attention", mixer_options={"stride": 2, "blend_steps": 4}))
+    first.save_pretrained(tmp_path)
+    again = FathomForCausalLM.from_pretrained(tmp_path, mixer_options={"blend_steps": 4})
+    again.set_step(4, 4)
+    assert [part.blend_now for part in again.modules() if isinstance(part, Blended)][-1] == 1.0 and not recwarn.list
+    half = FathomForCausalLM.from_pretrained(tmp_path, mixer_options={"blend": 0.5, "blend_steps": 4})
+    assert half.config.mixer_options["blend"] == 0.5, "what the caller says of it wins"
+    closed = FathomForCausalLM.from_pretrained(tmp_path)
+    with pytest.warns(
+        UserWarning, match="^mixer=depth_attention: closed for good .blend=0., so training does not reach"
+    ):
+        closed.set_step(4, 4)
+    recwarn.clear()
+    closed.set_step(5, 5)
+    assert not recwarn.list, "once"
+
+
 def test_a_schedule_at_its_end_computes_what_the_settled_model_does():
     torch.manual_seed(0)
     keys = copy.deepcopy(TOGETHER)

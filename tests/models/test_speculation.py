@@ -80,6 +80,20 @@ def test_drafts_are_accepted_and_counted():
     assert tame.acceptance == 1 and tame.tokens_per_verification == 8 and wild.acceptance < 0.5
 
 
+@pytest.mark.parametrize("case", ["loop@gpt2", "loop@gemma"])
+def test_drafts_start_from_what_the_decoder_reads(case):
+    """With the embeddings of positions, and a scale in the weights' precision."""
+    model, ids = build(config_of(case), dtype=torch.bfloat16), torch.tensor([[5, 9, 31, 7], [8, 4, 12, 44]])
+    stages = Stages(model, 2)
+    found = []
+    model.model.layers[0].register_forward_pre_hook(lambda layer, given: found.append(given[0]))
+    with torch.no_grad():
+        model(ids, use_cache=False)
+    positions = torch.arange(4).expand(2, -1)
+    assert torch.equal(stages.embed(ids, positions), found[0])
+    assert not torch.equal(model.model.embed_tokens(ids) * model.model.embedding_scale, found[0])
+
+
 def test_controls(monkeypatch):
     """Caches that are not cropped, or drafts taken as they are, give other tokens."""
     _, model, prompts, _, asked = drawn(1)

@@ -475,8 +475,9 @@ class DraftBatch(SlabBatch):
             self._about(0, filled)
             positions = torch.tensor(filled).unsqueeze(1)
             found: dict[int, tuple[Tensor, Tensor]] = {}
-            x, masks = stages.embed(torch.tensor(tokens, device=device).unsqueeze(1)), self._masks(positions)
-            hidden, start, state = stages.make(x, positions.to(device), masks, self.drafting, found)
+            there = positions.to(device)
+            x, masks = stages.embed(torch.tensor(tokens, device=device).unsqueeze(1), there), self._masks(positions)
+            hidden, start, state = stages.make(x, there, masks, self.drafting, found)
             starts.append(start)
             sources.append(found)
             states.append(state)

@@ -8,6 +8,7 @@ and keys that stay with their neighbours are rounded to the same numbers again.
 from __future__ import annotations
 
 import copy
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class QuantizedMemory(Memory):
 
     def branch(self) -> QuantizedMemory:
         """An independent continuation of this memory."""
-        new = copy.copy(self)
+        new = cast(QuantizedMemory, super().branch())
         new.store = copy.copy(self.store)
         return new
 

@@ -35,6 +35,12 @@ STRETCHING = ("dynamic", "longrope")
 NOT_NEGATIVE = ("initializer_range", "rms_norm_eps")
 
 
+def together(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """A file's options and those that a caller gives, which win: a closed mechanism whose steps are given opens."""
+    opens = bool(given.get("blend_steps")) and "blend" not in given and saved.get("blend") == 0
+    return {**saved, **({"blend": 1.0} if opens else {}), **given}
+
+
 @strict
 class FathomConfig(DecoderConfig):
     """The configuration of a Fathom decoder: a backbone's switches, and one value for each axis of depth.
@@ -207,7 +213,7 @@ class FathomConfig(DecoderConfig):
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
                 config_dict.pop(options, None)  # they belong to another mechanism
             elif isinstance(kwargs.get(options), dict) and isinstance(config_dict.get(options), dict):
-                kwargs[options] = config_dict[options] | kwargs[options]
+                kwargs[options] = together(config_dict[options], kwargs[options])
         if "num_hidden_layers" in kwargs:
             config_dict.pop("layer_types", None)
             config_dict.pop("no_rope_layers", None)

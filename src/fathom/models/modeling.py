@@ -43,7 +43,7 @@ from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
 from .generation import FathomGenerationMixin
 from .hosts.arrangement import Arrangement, check_windows, of_documents, of_padding
-from .hosts.build import become_host, build, causal_class, choose_backend, copy_flags, host_rotary
+from .hosts.build import become_host, build, causal_class, choose_backend, copy_flags, host_rotary, undropped
 from .hosts.layout import Layout
 from .hosts.refusals import check_host
 from .hosts.router import Balance, Routing, adopt_routers, balance_of, mean_of_trips
@@ -326,6 +326,8 @@ class FathomModel(FathomPreTrainedModel):
     """
 
     _can_record_outputs = {"attentions": Attention}
+    undropped: str | None = None
+    """The dropout of a family's decoder that training would leave out."""
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         if config.host:
@@ -425,6 +427,11 @@ class FathomModel(FathomPreTrainedModel):
             position_ids = self._positions(seen, x, attention_mask)
         x = self._with_learned_positions(x, position_ids)
 
+        if self.training and self.undropped:
+            raise ValueError(
+                f"{self.config.host}: training would leave out the family's dropout, {self.undropped}: set its rate to "
+                "0 in config.json"
+            )
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
@@ -449,9 +456,16 @@ class FathomModel(FathomPreTrainedModel):
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
-        self.__dict__["host"] = host
+        self.__dict__["host"], self.undropped = host, undropped(host)
         self.balance = adopt_routers(host)
         copy_flags(self, type(host))
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """See transformers; a family may call its embedding by another name."""
+        name = "embed_tokens" if self.host is None else Layout.all_of(self.config)[0].embedding
+        self.add_module(name, value)
+        if name != "embed_tokens":
+            self.__dict__["embed_tokens"] = value
 
     def _arranged(self, packed: Tensor | None, attention_mask: Any, x: Tensor) -> Arrangement | None:
         """The order in which layers with a state read tokens, if it is not the given one."""
@@ -464,6 +478,10 @@ class FathomModel(FathomPreTrainedModel):
         assert self.host is not None
         self.host.config._attn_implementation = self.config._attn_implementation
         return self.host.config
+
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """What the first layer reads of tokens `[B, T]`."""
+        return self._with_learned_positions(self._embed(input_ids, None), position_ids)
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
         """The embeddings, plus those of positions if positions are learned."""
@@ -631,6 +649,10 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         if config.host:
             copy_flags(self, causal_class(config))
         self.post_init()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """See transformers."""
+        self.model.set_input_embeddings(value)
 
     @by_any_name
     @can_return_tuple

@@ -17,7 +17,7 @@ from .axes.roles import MechanismModule
 from .configuration import FathomConfig
 from .decoder.norms import OffsetRMSNorm
 from .loading import StrictLoading
-from .registry import recurrence_class
+from .registry import AXES, recurrence_class
 
 CAPPED = ("eager", "flex_attention")
 """Attention backends that can cap logits."""
@@ -36,6 +36,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
     _step_known = False
     """Whether `set_step` was called, nothing follows the steps, or a warning was given."""
+    _said = False
+    """Whether a warning of a closed mechanism was given."""
     _passed = False
     """Whether a training pass was made before that."""
 
@@ -130,9 +132,22 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Tell every mechanism the number of optimizer steps made, and the total if known."""
         self.base_model._step_known = True
+        if not self._said and (axes := self.closed_axes()):
+            self._said = True
+            named = ", ".join(f"{axis}={getattr(self.config, axis)}" for axis in axes)
+            warnings.warn(
+                f"{named}: closed for good (blend=0), so training does not reach it: open the model with "
+                f"{axes[0]}_options={{'blend': 1.0, 'blend_steps': N}}",
+                stacklevel=2,
+            )
         for module in self.modules():
             if isinstance(module, MechanismModule):
                 module.set_step(step, steps)
+
+    def closed_axes(self) -> list[str]:
+        """Axes whose mechanism has λ = 0 and no schedule that opens it."""
+        given = {axis: getattr(self.config, f"{axis}_options") for axis in AXES}
+        return [axis for axis, keys in given.items() if keys.get("blend") == 0 and not keys.get("blend_steps")]
 
     def expect_steps(self) -> None:
         """Called before every training pass as long as nobody has called `set_step`.

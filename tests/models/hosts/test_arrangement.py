@@ -132,6 +132,44 @@ def test_a_part_that_forgets_its_state_reads_token_by_token():
     assert (rest - model(ids).logits[:, 5:]).abs().max() > 1e-2
 
 
+@torch.no_grad()
+def test_the_rest_of_a_padded_prompt_is_read_with_a_mask():
+    """Which is as long as the text: Jamba would lay it over one token."""
+    model, ids = ours_of(theirs_of("jamba")), tokens(2, 10)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    first = model(ids[:, :5], attention_mask=mask[:, :5], position_ids=positions[:, :5], use_cache=True)
+    given = {"attention_mask": mask, "position_ids": positions[:, 5:], "past_key_values": first.past_key_values}
+    rest = model(ids[:, 5:], **given).logits
+    assert (rest[0] - model(ids[:1]).logits[0, 5:]).abs().max() < 2e-5
+    assert (rest[1] - model(ids[1:, 4:]).logits[0, 1:]).abs().max() < 2e-5
+
+
+@torch.no_grad()
+def test_padding_is_not_read_alone():
+    """A step of one token has no place before it where every state is zero."""
+    model, ids = ours_of(theirs_of("lfm2")), tokens(2, 3)
+    mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    with pytest.raises(ValueError, match=r"^a token of padding read alone would change a state: read padding with"):
+        model(ids[:, :1], attention_mask=mask[:, :1], use_cache=True)
+    first = model(ids[:, :2], attention_mask=mask[:, :2], use_cache=True)
+    last = model(ids[:, 2:], attention_mask=mask, past_key_values=first.past_key_values).logits
+    assert (last[1] - model(ids[1:, 2:]).logits[0]).abs().max() < 2e-5, "the control"
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [("phi", {"resid_pdrop": 0.5}), ("phi", {"embd_pdrop": 0.5}), ("starcoder2", {"embedding_dropout": 0.5})],
+)
+def test_dropout_that_training_would_leave_out_is_refused(name, keys):
+    model, ids = ours_of(theirs_of(name, **keys)), tokens(1, 5)
+    model(ids)  # the control: there is none in evaluation
+    with pytest.raises(ValueError, match=f"^{name}: training would leave out the family's dropout, "):
+        model.train()(ids, labels=ids)
+    ours_of(theirs_of(name, attention_dropout=0.5)).train()(ids, labels=ids)
+
+
 def test_drafts_need_states_that_can_be_rolled_back():
     model = ours_of(theirs_of("lfm2"), **LOOP)
     with pytest.raises(ValueError, match="draft_trips: lfm2 has layers whose state cannot be rolled back"):
@@ -139,8 +177,10 @@ def test_drafts_need_states_that_can_be_rolled_back():
 
 
 @torch.no_grad()
-def test_a_hosted_model_is_copied_pickled_and_resized(tmp_path):
-    theirs = theirs_of("qwen3_moe", output_router_logits=True)
+@pytest.mark.parametrize("name", ["qwen3_moe", "lfm2", "nemotron_h"])
+def test_a_hosted_model_is_copied_pickled_and_resized(name, tmp_path):
+    """Some call their embedding, or the last norm, by another name."""
+    theirs = theirs_of(name, **({"output_router_logits": True} if name == "qwen3_moe" else {}))
     model, ids, buffer = ours_of(theirs, **LOOP), tokens(), io.BytesIO()
     expected = model(ids).logits
     torch.save(model, buffer)

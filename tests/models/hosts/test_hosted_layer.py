@@ -74,6 +74,11 @@ def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
         ("deepseek_v3", {"mixer": "depth_attention", "mixer_options": {"mixes": "key"}}, "of one latent: set mixer"),
         ("kimi_linear", {"recurrence": "adaponder"}, "layer 0 is linear_attention: its state cannot be rolled back"),
         ("llama4_text", {"recurrence": "adaponder"}, "layers read chunks of a text"),
+        (
+            "llama4_text",
+            {"recurrence": "loop", "recurrence_options": {"kv": "first"}},
+            "attn_temperature_tuning scales queries by the length of the cache",
+        ),
         ("gemma4_text", MIXER, "layers differ in the heads of their keys"),
         ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),
         ("gemma4_text", RESIDUALS[0], "the layer scales what it adds to"),

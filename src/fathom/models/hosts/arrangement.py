@@ -61,8 +61,10 @@ def of_padding(mask: Tensor, length: int) -> Arrangement | None:
     """
     tracing = torch.compiler.is_compiling() or mask.is_meta
     live = mask[:, -length:].bool()
-    if length == 1 or (not tracing and to_host(live.all())):
+    if (length == 1 and tracing) or (not tracing and to_host(live.all())):
         return None
+    if length == 1:
+        raise ValueError("a token of padding read alone would change a state: read padding with the tokens behind it")
     stored = mask[:, :-length].bool().any(1) & ~live.all(1)
     if mask.shape[1] > length and not tracing and to_host(stored.any()):
         raise ValueError("padding after tokens whose state is stored would change the state: pad on the left")

@@ -15,6 +15,7 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import WeightRenaming
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..axes.fields import DecoderConfig
@@ -125,9 +126,12 @@ def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
 
 def _within(conversion: Any) -> Any:
     """A conversion of names within the decoder. A multimodal file's prefix is taken off, and not put back on saving."""
+    kind, outer = type(conversion), r"^model\."
+    if kind is WeightRenaming and conversion.source_patterns[0].startswith(outer):  # names here have no prefix
+        names = [conversion.source_patterns[0].replace(outer, "^", 1), conversion.target_patterns[0]]
+        return WeightRenaming(names[0], names[1].removeprefix("model."))
     if not (getattr(conversion, "model_prefix", None) and conversion.prefix_to_remove):
         return conversion
-    kind = type(conversion)
     once = type(kind.__name__, (kind,), {"__slots__": (), "reverse_transform": lambda self: self})
     return cast(Any, once)(None, conversion.prefix_to_remove)
 
@@ -169,6 +173,17 @@ def build(config: DecoderConfig) -> PreTrainedModel:
         angles, rope = host_rotary(decoder, config).first(one), getattr(theirs, "rope_parameters", None) or {}
         let_turn([decoder.layers[i] for i in keyed], angles, rope, one, config.host)
     return decoder
+
+
+def undropped(decoder: PreTrainedModel) -> str | None:
+    """Where the family's decoder drops numbers in training and our walk does not: outside attention and feed-forward
+    parts."""
+    rate = getattr(decoder, "embedding_dropout", 0.0)
+    if isinstance(rate, float) and rate > 0:
+        return f"embedding_dropout={rate}"
+    owners = [decoder, *(layer for layer in decoder.layers if not layer.whole)]
+    parts = (item for owner in owners for item in owner.named_children() if isinstance(item[1], nn.Dropout))
+    return next((f"{name} of {part.p}" for name, part in parts if part.p > 0), None)
 
 
 def host_rotary(decoder: PreTrainedModel, config: DecoderConfig) -> HostRotary:

@@ -164,6 +164,8 @@ class Hosted(Made, Routing, Sublayers):
         alone = self.forgets and view is not None and y.shape[1] > 1 and view.has_previous_state()
         if alone and arrangement is not None:
             raise ValueError(f"{self.kind} reads the rest of a prompt token by token: read padding in its first part")
+        if alone and "attention_mask" in given:
+            given = given | {"attention_mask": None}  # it is as long as the text, and no new token is padding
         made = [part(hidden_states=one, **given, **{name: view}) for one in (y.split(1, 1) if alone else (y,))]
         update = torch.cat([one[0] if isinstance(one, tuple) else one for one in made], 1) if alone else made[0]
         update = update[0] if isinstance(update, tuple) else update

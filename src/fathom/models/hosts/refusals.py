@@ -35,9 +35,9 @@ def _faults(config: DecoderConfig, recurrence: Recurrence, multiway: bool) -> It
     if (recurrence.view is not View.SAME or recurrence.halts) and "chunked_attention" in config.layer_types:
         yield f"layers read chunks of a text, which slots of other trips do not know (recurrence={config.recurrence})"
     counted = config.native.get("attn_temperature_tuning") and 0 in (config.native.get("no_rope_layers") or ())
-    if (recurrence.view is not View.SAME or recurrence.halts) and counted:
+    if (recurrence.view is not View.SAME or recurrence.halts or recurrence.lends) and counted:
         yield (
-            "attn_temperature_tuning scales queries by the length of the cache, which slots of other trips do not have "
+            "attn_temperature_tuning scales queries by the length of the cache, which later trips do not have "
             f"(recurrence={config.recurrence}): set attn_temperature_tuning to false"
         )
     rope = config.native.get("rope_parameters") or {}

@@ -55,6 +55,9 @@ class Decoder(Protocol):
     ) -> Mapping[str, object]:
         """Causal masks by layer type."""
 
+    def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """What the first layer reads of tokens `[B, T]`."""
+
     def plan_of(self, trips: int) -> Plan:
         """The visits of so many trips."""
 

@@ -144,9 +144,9 @@ class Stages:
             x = x if out.last else recurrence.feed(x, out, state)
         return (recurrence.readout(state) if out.last else out.hidden), x, state
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """The input of the first trip."""
-        return self.decoder.embed_tokens(ids) * self.decoder.embedding_scale
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """The input of the first trip, as the decoder itself makes it."""
+        return self.decoder.embedded(ids, positions)
 
     def crop(self, tokens: int) -> None:
         """Forget the last `tokens` tokens."""
@@ -233,8 +233,8 @@ class _Run:
     def read(self, ids: Tensor) -> None:
         """Read the prompt without its last token."""
         if ids.shape[1]:
-            every = range(len(self.stages.plan))
-            self.stages.make(self.stages.embed(ids), self._positions(0, ids), self._padding(ids.shape[1]), every, {})
+            every, positions = range(len(self.stages.plan)), self._positions(0, ids)
+            self.stages.make(self.stages.embed(ids, positions), positions, self._padding(ids.shape[1]), every, {})
 
     def draft(self, ids: Tensor, count: int) -> Drafts:
         """Draft tokens, each from the first trips of the previous one."""
@@ -242,8 +242,8 @@ class _Run:
         sources: list[dict[int, KeyValue]] = []
         states: list[TripState] = []
         for i in range(count):
-            last = self.stages.embed(ids[:, -1:])
             positions, padding = self._positions(length - 1 + i, ids[:, -1:]), self._padding(length + i)
+            last = self.stages.embed(ids[:, -1:], positions)
             found: dict[int, KeyValue] = {}
             hidden, start, state = self.stages.make(last, positions, padding, self.drafting, found)
             scores = self._scores(ids, hidden[:, -1])
