@@ -23,7 +23,7 @@ def course(config, steps=STEPS):
     model, found = build(config), []
     for step in range(steps):
         model.set_step(step, steps)
-        found.append((model.model.recurrence.drawn_trips, model.model.recurrence.newest.item()))
+        found.append((model.model.recurrence.drawn_trips, model.model.recurrence.newest[0].item()))
     return found
 
 
@@ -72,6 +72,20 @@ def test_drawn_trips_grow_too():
     assert {trips for trips, _ in found[100:]} == {1, 2, 3, 4}
 
 
+def test_evaluation_does_not_ask_what_a_step_drew():
+    model, ids, found = build(loop(trips_range=[1, 4], growth="linear", seed=1)).eval(), tokens(1, 6), {}
+    recurrence = model.model.recurrence
+    for step in range(34, 60):
+        model.set_step(step, STEPS)
+        fewer = recurrence.drawn_trips < recurrence.growth.most(step, STEPS)
+        assert recurrence.newest[1] == pytest.approx(recurrence.growth.opened(step, STEPS))
+        with torch.no_grad():
+            found.setdefault(fewer, []).append(model(ids).logits[0, -1])
+            recurrence.newest[0] = 0.3  # of training alone
+            assert torch.equal(model(ids).logits[0, -1], found[fewer][-1])
+    assert len(found) == 2, "some steps drew fewer, some did not"
+
+
 def test_a_resumed_run_goes_on_alike():
     """Whatever was made before, a step's trips and λ are those of the step."""
     config = loop(trips_range=[1, 4], seed=3)
@@ -79,7 +93,7 @@ def test_a_resumed_run_goes_on_alike():
     for step in (150, 34, 33, 101):
         resumed.set_step(step, STEPS)
         recurrence = resumed.model.recurrence
-        assert (recurrence.drawn_trips, recurrence.newest.item()) == whole[step]
+        assert (recurrence.drawn_trips, recurrence.newest[0].item()) == whole[step]
 
 
 def test_what_is_saved_and_read_out_meanwhile():

@@ -82,15 +82,16 @@ class GrowingTrips(DrawnTrips):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
-        self.growth, self.newest_now = GrowthOptions.of(config), 1.0
-        # a tensor, because a Python number that changes every step would trigger a recompilation every step
-        self.newest = nn.Buffer(torch.ones(()), persistent=False) if self.growth.grows else None
+        self.growth, self.newest_now = GrowthOptions.of(config), (1.0, 1.0)
+        # λ of a training step, and of evaluation, which makes no fewer trips than have grown. Tensors, because a Python
+        # number that changes every step would trigger a recompilation every step
+        self.newest = nn.Buffer(torch.ones(2), persistent=False) if self.growth.grows else None
 
     def init_weights(self, std: float) -> None:
         """Also initialise λ, which checkpoints do not contain."""
         super().init_weights(std)
         if self.newest is not None:
-            init.constant_(self.newest, self.newest_now)
+            init.copy_(self.newest, self.newest.new_tensor(self.newest_now))
 
     @classmethod
     def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
@@ -126,8 +127,10 @@ class GrowingTrips(DrawnTrips):
         most = self.growth.most(*made)
         self.grown, drawn = min(self.trips, most), self.growth.trips_range is not None
         self.drawn_trips = between(_bounds(self.growth, most), self.seed, step, "depth") if drawn else most
-        self.newest_now = self.growth.opened(*made) if self.drawn_trips == most else 1.0
-        self.newest.fill_(self.newest_now)
+        opened = self.growth.opened(*made)
+        self.newest_now = (opened if self.drawn_trips == most else 1.0), opened
+        for place, number in zip(self.newest, self.newest_now, strict=True):
+            place.fill_(number)
 
     def settle(self, config: DecoderConfig) -> None:
         """Fix trips at their current number."""
@@ -138,7 +141,9 @@ class GrowingTrips(DrawnTrips):
 
     def opening(self, x: Tensor, stream: Tensor) -> Tensor:
         """The end of the loop, from the input and the output of its last trip, `[B, T, hidden_size]`."""
-        return stream if self.newest is None else torch.lerp(x, stream, self.newest.to(stream.dtype))
+        if self.newest is None:
+            return stream
+        return torch.lerp(x, stream, self.newest[0 if self.training else 1].to(stream.dtype))
 
 
 def _bounds(options: GrowthOptions, most: int) -> list[int]:
