@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from fathom.cli.main import main
+from fathom.data.shards import read_index, write_index
 from fathom.deepen import trial as trials
 from fathom.deepen.heal import gains_of
 from fathom.deepen.request import parse_request
-from fathom.deepen.trial import NOISE, Finding, Trial, attempt
+from fathom.deepen.trial import Finding, Trial, attempt
 from fathom.errors import FathomError, SettingsError
-from fathom.evaluation.deepened import DeepenedReport, Effect
+from fathom.evaluation.deepened import NOISE, DeepenedReport, Effect
 from fathom.evaluation.results import ScoreGap
+from fathom.experiments.arms import parse_arms
+from fathom.recipe import find_recipe, load_recipe
 from fathom.report.files import write_json
 from fathom.training.loop import Run
 from tests.cli.test_first_hour import llama
 
+command = import_module("fathom.cli.try")  # a keyword, which no import statement takes
 SMALL = Trial("base", steps=12, tokens=64)
 
 
@@ -44,6 +51,26 @@ def test_the_verdict_speaks_of_two_models_and_of_one_seed() -> None:
     for silent in (found(-10 * NOISE, 11 * NOISE, "not significant"), found(-NOISE / 2, NOISE / 9, "better")):
         assert "better" not in silent.verdict.partition("One seed")[0].replace("neither better nor worse", "")
     assert all("no verdict on the mechanism" in finding.verdict for finding in (better, worse))
+
+
+def test_the_printed_comparison_runs(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the vocabulary of the tried model, and the tried options; layers of that model are not carried over."""
+    monkeypatch.setattr("fathom.experiments.budget._step_seconds", lambda _: 1.0)
+    data = shutil.copytree(corpus, tmp_path / "tried" / "data")
+    write_index(data, replace(read_index(data), vocab_size=49152))
+    asked = "depth_attention:blend=learned,gates=head+loop:trips=3,prelude=12,coda=10"
+    for trial in (Trial("base", asked), Trial("base", "loop", "12-16")):
+        said = shlex.split(command._compare(trial, tmp_path / "tried"))
+        assert main([*said[1:], "--dry-run"]) == 0, said
+    assert main([*said[1:4], *said[5:], "--dry-run"]) == 2 and "does not fit" in capsys.readouterr().err
+    recipe = load_recipe(find_recipe("tiny"), said[3:5])
+    control, loop = parse_arms(shlex.split(command._compare(Trial("base", asked), tmp_path / "tried"))[6])
+    config = loop.recipe(recipe).config()
+    assert control.mechanism == "vanilla" and config.vocab_size == 49152
+    assert (config.mixer_options["blend"], config.mixer_options["gates"]) == ("learned", "head")
+    assert config.recurrence_options["trips"] == 3
 
 
 def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.layout import HEAL
 from fathom.checkpoints.runs import open_source
 from fathom.cli.main import main
+from fathom.deepen import write
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import Sizes, deepen
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -106,10 +107,22 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
     assert "tokenizer  " not in printed
     assert "logits equal the base model's to the last bit" in printed and "(+0)" in printed and "(+50.0%)" in printed
     assert f"fathom train {tmp_path / 'deeper' / HEAL} data.directory={tmp_path / 'deeper-data'} --run" in printed
-    assert main([*words, "--json"]) == 0, "an earlier one is replaced"
+    recipe = tmp_path / "deeper" / HEAL
+    for mine in ("mine", "mine", "mine too"):  # edited recipes are kept, each once
+        recipe.write_text(mine)
+        written = write._earlier(recipe, b"new")
+        assert written[0] is not None and written[1][written[0]] == mine.encode()
+        for path, content in written[1].items():
+            path.write_bytes(content)
+    assert [path.read_text() for path in sorted(recipe.parent.glob("heal.yaml.*"))] == ["mine", "mine too"]
+    assert main([*words, "--steps", "7"]) == 0
+    assert f"kept             {recipe}.old1, the recipe that was there" in capsys.readouterr().out
+    assert [path.read_text() for path in sorted(recipe.parent.glob("heal.yaml.*"))] == ["mine", "mine too"]
+    assert main([*words, "--steps", "7", "--json"]) == 0, "an earlier one is replaced"
     found = json.loads(capsys.readouterr().out)
     assert (
         found["deviation"] == 0
+        and found["kept"] is None
         and found["deeper"]["cache_bytes_per_token"] == 1.5 * found["base"]["cache_bytes_per_token"]
     )
     model = FathomForCausalLM.from_pretrained(tmp_path / "deeper")

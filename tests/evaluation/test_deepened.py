@@ -72,6 +72,13 @@ def test_sentences():
     assert str(better).startswith("wiki: better than control by 0.0") and "bits per byte (95 % interval" in str(better)
     assert str(worse).startswith("wiki: worse than control by 0.0")
     assert str(unclear).startswith("wiki: against control: not significant (95 % interval")
+    small = replace(better, gap=replace(better.gap, value=-2e-5, low=-3e-5, high=-1e-5))
+    assert str(small) == (
+        "wiki: against control: no difference above 0.005 bits per byte "
+        "(95 % interval of the difference -3.0e-05 to -1.0e-05)."
+    )
+    assert "better than control by 0.0060" in str(replace(small, gap=replace(small.gap, value=-0.006)))
+    assert "better than control by 0.0000 acc" in str(replace(small, metric="acc")), "the noise is of bits per byte"
     (alone,) = effects_of(*planted(0.1, 1, draw))
     assert str(alone) == "wiki: against control: not significant (too few documents for an interval)."
     two = [replace(one, domains={**one.domains, "sea": one.domains["wiki"]}) for one in planted(0.1, 40, draw)]

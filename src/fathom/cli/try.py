@@ -7,10 +7,14 @@ import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fathom.cli.following import following, using
 from fathom.cli.parser import Parser
 from fathom.report.results import to_json
+
+if TYPE_CHECKING:
+    from fathom.deepen.trial import Trial
 
 EXAMPLES = (
     "fathom try HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -18,7 +22,7 @@ EXAMPLES = (
 )
 EPILOG = """It deepens the model, trains it and a control on the same text, and compares the two on held-out \
 documents. Ctrl-C stops it, and the same command resumes. One seed and a short training compare two models; \
-`fathom compare` judges a mechanism."""
+`fathom compare` judges a mechanism, on small models that it trains from scratch."""
 
 
 def add(parser: Parser) -> None:
@@ -56,7 +60,7 @@ def run(options: Namespace) -> int:
     trial = Trial(options.model, options.mechanism, options.layers, tuple(options.text), options.steps, options.tokens)
     finding = attempt(trial, options.out, lambda line: print(line, file=sys.stderr, flush=True))
     healed = options.out / "healed"
-    more = [using(healed, find_model(healed)), _compare(trial.mechanism, options.out)]
+    more = [using(healed, find_model(healed)), _compare(trial, options.out)]
     page = write(finding, more)
     if options.json:
         print(to_json({**dataclasses.asdict(finding), "verdict": finding.verdict, "page": page}))
@@ -66,7 +70,20 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _compare(mechanism: str, out: Path) -> str:
-    """The comparison that can judge the mechanism."""
-    arms = ",".join(["vanilla", mechanism.partition(":")[0]])
-    return shlex.join(["fathom", "compare", "tiny", f"data.directory={out / 'data'}", "--arms", arms, "--seeds", "5"])
+def _compare(trial: Trial, out: Path) -> str:
+    """The comparison that can judge the mechanism, with its tried options: small models, trained from scratch on the
+    trial's text. Layers are numbers of the tried model, so all are looped."""
+    from fathom.data.shards import read_index
+    from fathom.deepen.request import parse_request
+    from fathom.settings import show
+
+    asked = parse_request(trial.mechanism)
+    chosen = [
+        f"model.{part.axis}_options.{key}={show(value)}"
+        for part in asked.parts
+        for key, value in asked.options[part.name].items()
+        if key not in ("prelude", "coda")
+    ]
+    arm = ";".join([f"{asked.name}={asked.name}", *chosen]) if chosen else asked.name
+    data = [f"data.directory={out / 'data'}", f"model.vocab_size={read_index(out / 'data').vocab_size}"]
+    return shlex.join(["fathom", "compare", "tiny", *data, "--arms", f"vanilla,{arm}", "--seeds", "5"])

@@ -21,7 +21,7 @@ from fathom.deepen.heal import Healing, anywhere, gains_of
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.errors import FathomError, SettingsError
-from fathom.evaluation.deepened import REPORT, DeepenedReport, Effect, compare
+from fathom.evaluation.deepened import NOISE, REPORT, DeepenedReport, Effect, compare
 from fathom.evaluation.scoring import EvaluationSettings
 from fathom.evaluation.scoring import run as score
 from fathom.recipe import load_recipe
@@ -34,8 +34,6 @@ DOCUMENT = 1200
 """Characters of a document of the text that comes with Python."""
 SCORED = 40
 """Maximum held-out documents."""
-NOISE = 0.005
-"""Bits per byte below which one seed is not taken to show a difference."""
 
 
 @dataclass(frozen=True)
@@ -100,24 +98,23 @@ class Finding:
         return f"{self._difference()} {CAUTION}"
 
     def _difference(self) -> str:
-        gap = self.effect.gap
-        if gap.low is None or gap.high is None:
+        effect = self.effect
+        if not effect.ends:
             return "There are too few held-out documents for an interval: give more --text."
-        low, high = (f"{end:+.4f}" if abs(end) >= 0.0005 else f"{end:+.1e}" for end in (gap.low, gap.high))
-        ends = f"{low} to {high} bits per byte (95 % interval over {gap.pairs} documents)"
-        if self.effect.verdict == "not significant":
+        ends = f"{effect.ends} bits per byte (95 % interval over {effect.gap.pairs} documents)"
+        if effect.verdict == "not significant":
             return f"With {self.trial.mechanism} the model is neither better nor worse than its control: {ends}."
-        if abs(gap.value) < NOISE:
+        if effect.negligible:
             return (
                 f"With {self.trial.mechanism} the model is neither better nor worse than its control: {ends}. "
                 f"A difference below {NOISE} does not count here, as another seed may differ by as much."
             )
-        return f"With {self.trial.mechanism} the model is {self.effect.verdict} than its control: {ends}."
+        return f"With {self.trial.mechanism} the model is {effect.verdict} than its control: {ends}."
 
 
 CAUTION = (
     "One seed and a short training compare these two models; they bear no verdict on the mechanism. "
-    "fathom compare trains several seeds."
+    "fathom compare trains small models from scratch, with several seeds."
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -61,6 +62,8 @@ class Deepened:
     """Whether the mechanism declares that it starts as the identity."""
     tokenizer: bool
     """Whether the model has a tokenizer."""
+    kept: Path | None = None
+    """The recipe that was there, such as an edited one, if it differs from the new one."""
 
 
 def deepen(source: str | Path, request: Request, out: str | Path, healing: Healing | None = None) -> Deepened:
@@ -87,13 +90,27 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     # No recipe may name a GGUF file; the closed mechanism computes what the file's model does.
     base_name = str(out) if is_gguf(where) else str(source)
     text = heal_recipe(Road(out, base_name), config, request, healing or Healing())
-    export(model, out, opened.tokenizer)
     recipe = out / HEAL
+    kept, earlier = _earlier(recipe, text.encode())
+    export(model, out, opened.tokenizer)  # replaces the directory
+    for path, content in earlier.items():
+        path.write_bytes(content)
     write_atomically(recipe, text)
     exact = all(part.closed is not None for part in request.parts)
     deviation = written_deviation(opened, out)
     sizes = Sizes.of(base.config), Sizes.of(config)
-    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None)
+    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept)
+
+
+def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[Path, bytes]]:
+    """Recipes of a directory to keep as `heal.yaml.old` and so on: the one that differs from the new text, and all."""
+    found = {path: path.read_bytes() for path in sorted(recipe.parent.glob(f"{recipe.name}.old*")) if path.is_file()}
+    held = recipe.read_bytes() if recipe.is_file() else text
+    if held == text:
+        return None, found
+    names = (recipe.with_name(f"{recipe.name}.old{number or ''}") for number in count())
+    kept = next(path for path in names if found.get(path, held) == held)
+    return kept, found | {kept: held}
 
 
 def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:

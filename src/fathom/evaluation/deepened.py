@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 REPORT = "deepened.json"
 JUDGED = ("bits_per_byte", "acc", "acc_norm", "exact_match", "f1", "mcc")
 """Metrics in the verdict; of all but the first, higher is better."""
+NOISE = 0.005
+"""Bits per byte below which a difference does not count: another seed of the same training may differ by as much."""
 PAIRS = 9
 """How often both models are timed."""
 DECODED, PROMPT = 24, 48
@@ -45,16 +47,33 @@ class Effect:
     verdict: str
     """`better`, `worse`, or `not significant`."""
 
+    @property
+    def negligible(self) -> bool:
+        """Whether a significant difference of bits per byte is below `NOISE`."""
+        return self.verdict != "not significant" and self.metric == "bits_per_byte" and abs(self.gap.value) < NOISE
+
+    @property
+    def ends(self) -> str:
+        """The ends of the interval; empty without one."""
+        low, high = self.gap.low, self.gap.high
+        return "" if low is None or high is None else f"{_signed(low)} to {_signed(high)}"
+
     def __str__(self) -> str:
         """An effect in words."""
-        gap, unit = self.gap, "bits per byte" if self.metric == "bits_per_byte" else self.metric
-        numbers = f"{abs(gap.value):.4f} {unit}"
-        if gap.low is None or gap.high is None:
+        unit = "bits per byte" if self.metric == "bits_per_byte" else self.metric
+        if not self.ends:
             return f"{self.on}: against {self.against}: not significant (too few documents for an interval)."
-        ends = f"95 % interval of the difference {gap.low:+.4f} to {gap.high:+.4f}"
+        ends = f"95 % interval of the difference {self.ends}"
         if self.verdict == "not significant":
             return f"{self.on}: against {self.against}: not significant ({ends} {unit})."
-        return f"{self.on}: {self.verdict} than {self.against} by {numbers} ({ends})."
+        if self.negligible:
+            return f"{self.on}: against {self.against}: no difference above {NOISE} {unit} ({ends})."
+        return f"{self.on}: {self.verdict} than {self.against} by {abs(self.gap.value):.4f} {unit} ({ends})."
+
+
+def _signed(value: float) -> str:
+    """A difference with its sign; a small one with an exponent, as +0.0000 has none."""
+    return f"{value:+.4f}" if abs(value) >= 0.0005 or value == 0 else f"{value:+.1e}"
 
 
 @dataclass
