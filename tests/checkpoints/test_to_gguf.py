@@ -13,6 +13,7 @@ pytest.importorskip("gguf", reason="pip install '.[gguf]'")
 import gguf
 
 from fathom.checkpoints.export import as_unrolled, export
+from fathom.checkpoints.from_gguf import open_gguf
 from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.origin import LocalOrigin
 from fathom.cli.main import main
@@ -117,3 +118,16 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     words = ["export", str(tmp_path / "a"), "--to", str(tmp_path / "b.gguf"), "--as", "gguf"]
     assert main(words) == 0 == main(words)
     assert (tmp_path / "b.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_reading_names_the_extra_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever package transformers misses; another error keeps its own words."""
+    needs = r"needs gguf and accelerate: pip install '\.\[gguf\]'"
+    for error, says in ((ImportError("Accelerate"), needs), (OSError("damaged"), "a.gguf: damaged$")):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", fails)
+        with pytest.raises(ModelError, match=says):
+            open_gguf(tmp_path / "a.gguf")

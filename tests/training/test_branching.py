@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from fathom.checkpoints.export import export
+from fathom.checkpoints.find import find_model
 from fathom.cli.main import main
-from fathom.errors import SettingsError, TrainingError
+from fathom.errors import ModelError, SettingsError, TrainingError
 from fathom.recipe import Recipe, load_recipe
 from fathom.training import branch, branching, loop, read_history, read_metrics, train
 from tests import processes
@@ -288,6 +291,25 @@ def test_another_recipe_says_what_changes_a_run(corpus: Path, constant: Path) ->
         train(tiny_recipe(corpus, *CONSTANT, "train.seed=5", "model.mixer=none", "train.log_every=3"), constant)
     with pytest.raises(SettingsError, match="already contains a run"):
         train(tiny_recipe(corpus, *CONSTANT), constant, resume=False)
+
+
+def test_a_run_without_a_checkpoint_says_so(corpus: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe(corpus, "optim.lr=0.5").to_yaml())
+    with pytest.raises(SettingsError, match=r"optim\.lr; it has no checkpoint: delete it, or choose another --run$"):
+        train(tiny_recipe(corpus), tmp_path)
+
+
+def test_a_checkpoint_is_exported_by_its_step(constant: Path, tmp_path: Path) -> None:
+    """The last step has the weights of the run, another one has others; nothing else opens it."""
+    names = f"{constant}@step-8", str(constant / "step-000004")
+    found = [load_file(export(name, tmp_path / str(i)) / "model.safetensors") for i, name in enumerate(names)]
+    whole = load_file(export(constant, tmp_path / "whole") / "model.safetensors")
+    assert [all(torch.equal(one[name], whole[name]) for name in whole) for one in found] == [True, False]
+    for name in names:
+        with pytest.raises(ModelError, match=r"is a checkpoint for .*`fathom export .* --to DIR` writes its model$"):
+            find_model(name)
+    with pytest.raises(ModelError, match="no checkpoint of step 99"):
+        export(f"{constant}@step-99", tmp_path / "none")
 
 
 @pytest.mark.quick("4")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathom.checkpoints.hub import local
-from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
+from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, run_and_step, step_number
 from fathom.errors import DataError, ModelError
 from fathom.report.results import read_result
 
@@ -77,6 +77,10 @@ class Scored:
 def find_model(path: str | Path) -> Path:
     """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
     path = local(path)
+    found = run_and_step(path)
+    if found is not None and found[1] is not None:
+        writes = f"`fathom export {shlex.quote(str(path))} --to DIR` writes its model"
+        raise ModelError(f"{path} is a checkpoint for `fathom train --from` and model.from_pretrained: {writes}")
     require_there(path)
     if (path / CONFIG).exists():
         return path

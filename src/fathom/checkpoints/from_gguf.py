@@ -36,7 +36,7 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except ImportError:
-        raise ModelError(f"{path}: reading GGUF needs the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"{path}: reading GGUF needs gguf and accelerate: {to_install('gguf')}") from None
     except (ValueError, OSError, KeyError, RuntimeError, NotImplementedError) as error:
         raise ModelError(f"{path}: {' '.join(str(error).split())}") from error
     # What transformers notes for itself is no key of a config.json.

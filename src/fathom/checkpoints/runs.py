@@ -75,7 +75,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     """The model of a run (finished, or at its newest checkpoint), of a comparison's best run or of a model directory.
 
     Args:
-        source: One of these, or `org/name[@revision]` on the Hub.
+        source: One of these, a run's checkpoint (`RUN@step-400`), or `org/name[@revision]` on the Hub.
         tokenizer: Replaces the directory's own.
     """
     facts = Facts()
@@ -83,6 +83,10 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         unpacked, own = open_gguf(source)
         return Opened(unpacked, tokenizer or own, facts)
     source = local(source)
+    found = run_and_step(source)
+    if found is not None and found[1] is not None:
+        text = (found[0] / RECIPE).read_text(encoding="utf-8")
+        return _open_checkpoint(found[0], tokenizer, Facts(recipe=text), find_checkpoint(source))
     require_there(source)
     source = best_run(source) if holds_comparison(source) else source
     directory = source
@@ -90,7 +94,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         facts = replace(Facts.of(source), recipe=(source / RECIPE).read_text(encoding="utf-8"))
         model = finished_model(source)
         if model is None:
-            return _open_checkpoint(source, tokenizer, facts)
+            return _open_checkpoint(source, tokenizer, facts, newest_checkpoint(source))
         directory = model
     if not (directory / CONFIG).exists():
         raise ModelError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
@@ -160,11 +164,10 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
         raise ModelError(f"{words}: {needed:,} parameters")
 
 
-def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
-    """The newest checkpoint of a run, without facts that belong to another step."""
+def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts, saved: Saved | None) -> Opened:
+    """A checkpoint of a run, without facts that belong to another step."""
     recipe = _recipe_of(run)
     _refuse_adapters(run)
-    saved = newest_checkpoint(run)
     if saved is None:
         raise ModelError(f"{run} has neither a finished model nor a checkpoint yet")
     weights = read_weights(saved)

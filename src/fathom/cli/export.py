@@ -17,7 +17,9 @@ EXAMPLES = (
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "source", type=Path, help="a run, finished or not, a comparison (its best run), or a model directory"
+        "source",
+        type=Path,
+        help="a run, finished or not, its RUN@step-N, a comparison (its best run), or a model directory",
     )
     parser.add_argument(
         "--to",

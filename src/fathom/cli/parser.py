@@ -147,7 +147,8 @@ class Parser(argparse.ArgumentParser):
             name = found["name"] or found["first"]
             if name not in flags:
                 return found[0]
-            return f"{flags[name]}{' ' if found['first'] else (found['value'] or '').replace('=', ' ', 1)}"
+            value = re.sub(r'[\[\]"]|(?<=,) ', "", found["value"] or "")  # a list is KEY,KEY
+            return f"{flags[name]}{' ' if found['first'] else value.replace('=', ' ', 1)}"
 
         return re.sub(r"`(?P<name>\w+)(?P<value>=[^`]*)?`|^(?P<first>\w+)=", flag, message)
 

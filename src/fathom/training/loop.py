@@ -15,7 +15,7 @@ from types import FrameType
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.find import Facts, experiment_of, finished_model
+from fathom.checkpoints.find import Facts, checkpoint_steps, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
 from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, changes_of, load_tensors
@@ -417,6 +417,8 @@ def require_same(recipe: Recipe, run_dir: Path) -> None:
     if differing := differences(before, recipe):
         able = not differences(before, recipe, ignore=CHANGEABLE)
         hint = f"; `fathom train --from {run_dir} --run NEW key=value` branches it with changes" if able else ""
+        if not checkpoint_steps(run_dir) and not (run_dir / RESULT).exists():
+            hint = "; it has no checkpoint: delete it, or choose another --run"
         raise SettingsError(f"{run_dir} contains a run of another recipe; different: {', '.join(differing)}{hint}")
 
 

@@ -175,7 +175,9 @@ def test_ignored_keys_change_nothing_in_either_class(family: str, tmp_path: Path
         ({"use_bidirectional_attention": True}, "use_bidirectional_attention=true: Fathom's decoder is causal"),
         ({"per_layer_config": {"0": {"intermediate_size": 5}}}, "per_layer_config"),
         ({"my_depth": 3}, "my_depth=3: Fathom does not know this key of FAMILY models"),
-        ({"one": 1, "two": None}, r'one=1, and 1 more: .*ignore_keys=\["one", "two"\] opens'),
+        ({"one": 1, "two": None}, r'one=1, and 1 more: .*ignore_keys=\["one", "two"\]` opens'),
+        ({"vocab_sizes": 9}, r"of FAMILY models; did you mean vocab_size\? `ignore_keys="),
+        ({"my_depth": 9}, "of FAMILY models; `ignore_keys="),
         ({"text_config": {"hidden_size": 8}}, "text_config"),
         ({"attention_chunk_size": 4}, "attention_chunk_size=4"),
     ],
@@ -295,7 +297,9 @@ def test_a_recipe_and_a_command_may_ignore_keys(tmp_path: Path, capsys: pytest.C
     command = ["generate", str(tmp_path), "a", "--max-new-tokens", "1"]
     assert main([*command, "--ignore-keys", "my_key,rope_scaling.other"]) == 0
     assert main([*command, "--ignore-keys", "my_key"]) == 2
-    assert "rope_scaling.other" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "`ignore" not in said and "--ignore-keys rope_scaling.other opens the model" in said
+    assert main(command) == 2 and "--ignore-keys my_key,rope_scaling.other opens" in capsys.readouterr().err
 
 
 def test_keys_may_be_ignored_on_request(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from transformers import GenerationConfig
@@ -111,7 +112,7 @@ class Keys:
                 raise self._refusal({key: theirs[key]}, why)
         if strange := self._unknown(theirs):
             these = "this key" if len(strange) == 1 else "these keys"
-            raise self._refusal(strange, f"Fathom does not know {these} of {self.kind} models")
+            raise self._refusal(strange, f"Fathom does not know {these} of {self.kind} models{self._near(strange)}")
         if forgets := self._of_the_cache(theirs):
             why = f"the layers of {self.kind} models have no window, but the cache of transformers follows this key"
             raise self._refusal(forgets, f"{why}: generate would forget tokens that the forward pass reads")
@@ -127,6 +128,12 @@ class Keys:
             if key in ROPES and key in self.read:
                 found |= {f"{key}.{inner}": one for inner, one in _strange(value).items()}
         return found
+
+    def _near(self, strange: Values) -> str:
+        """The key that the first unknown one may mean."""
+        section, _, last = next(iter(strange)).rpartition(".")
+        near = get_close_matches(last, ROPE_KNOWN if section else [*self.read], n=1, cutoff=0.8)
+        return f"; did you mean {near[0]}?" if near else ""
 
     def _of_the_cache(self, theirs: Values) -> Values:
         """Keys that the class's layers do not read, and by which transformers' cache forgets tokens of the context."""
@@ -146,8 +153,9 @@ class Keys:
         key, value = next(iter(keys.items()))
         said = json.dumps(value, default=str)[:60] + (f", and {len(keys) - 1} more" if len(keys) > 1 else "")
         them = "it" if len(keys) == 1 else "them"
-        ignored = json.dumps(list(keys))
-        return ValueError(f"{key}={said}: {why}; ignore_keys={ignored} opens the model as if config.json lacked {them}")
+        ignored = f"`ignore_keys={json.dumps(list(keys))}`"
+        sign = "" if why.endswith("?") else ";"
+        return ValueError(f"{key}={said}: {why}{sign} {ignored} opens the model as if config.json lacked {them}")
 
 
 def _strange(rope: object) -> Values:
