@@ -17,7 +17,7 @@ import pytest
 from fathom.cli.main import main
 from fathom.corpus import prepare as prepare_module
 from fathom.data.shards import TokenDataset
-from fathom.data.sources import find_files
+from fathom.data.sources import Reading, find_files, find_sources
 from fathom.errors import DataError
 from tests.corpus.files import write
 from tests.corpus.prose import tree
@@ -237,3 +237,31 @@ def test_the_command_says_what_it_made(tmp_path: Path, tokenizer: str, capsys) -
     values = json.loads(capsys.readouterr().out)
     assert values["directory"] == str(tmp_path / "out")
     assert sum(split["default"]["documents"] for split in values["splits"].values()) == 200
+
+
+@pytest.mark.parametrize(
+    ("files", "inputs", "says"),
+    [
+        ({"state.json": "{}", "data.arrow": ""}, ["."], "save_to_disk.*to_parquet"),
+        ({"dataset_dict.json": "{}", "train/state.json": "{}"}, ["."], "save_to_disk"),
+        ({"index.json": '{"format": "fathom-tokens"}'}, ["."], "a prepared corpus already.*data.directory="),
+        ({"a.json": '\n[{"text": "a"}]'}, ["a.json"], r"a\.json is a JSON list.*jq -c"),
+        ({"a.txt": "a"}, ["a.txt", "x=a.txt"], "a.txt is given twice"),
+        ({"a.txt": "a", "b.txt": "b"}, [".", "b.txt"], "b.txt is given twice"),
+        ({"a.txt": "a", "index.json": '{"format": "fathom-tokens"}', "state.json": "{}"}, ["."], ""),
+        ({"a.json": '{"text": "a"}'}, ["a.json"], ""),
+    ],
+)
+def test_what_is_no_text_names_the_remedy(
+    files: dict[str, str], inputs: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the negative controls, which are read."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    if not says:
+        assert find_sources(inputs, Reading())
+        return
+    with pytest.raises(DataError, match=says):
+        find_sources(inputs, Reading())

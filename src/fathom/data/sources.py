@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TextIO
 from urllib.parse import parse_qsl
 
 from fathom.data.cloud import RemoteFile, find_remote, is_url
-from fathom.data.shards import first_line
+from fathom.data.shards import FORMAT, INDEX, first_line
 from fathom.data.tables import table_rows
 from fathom.errors import DataError, to_install
 
@@ -177,6 +178,7 @@ def find_sources(
 ) -> list[Source]:
     """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse unreadable ones; `out` as in `find_files`."""
     sources: list[Source] = []
+    seen: set[str] = set()
     for text in inputs:
         given, name = split_name(text)
         domain = given or DEFAULT_DOMAIN
@@ -189,6 +191,11 @@ def find_sources(
             continue
         whole_files: list[Path] = []
         for path in find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out):
+            if (place := os.path.abspath(path)) in seen:
+                raise DataError(f"{path} is given twice: give each input once")
+            seen.add(place)
+            if file_format == "auto" and suffix_of(path) == JSON:
+                _refuse_list(path)
             kind, reader = _kind(path, reading, file_format)
             if kind == "files":
                 whole_files.append(path)
@@ -293,6 +300,8 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.is_dir():
         files = _apart(_below(path, lambda names: not _hidden(names), _hidden), path, out)
         known = [file for file in files if is_known(file)]
+        if not known:
+            _refuse_prepared(path)
         # Next to other files a .json is usually some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
             raise DataError(f"{name}: a directory without any readable file ({known_words})")
@@ -304,6 +313,27 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.exists():
         raise DataError(f"{name}: neither a file nor a directory")
     raise DataError(f"{name}: no such file or directory")
+
+
+def _refuse_prepared(folder: Path) -> None:
+    """Refuse a folder without text that holds a corpus in the format of datasets or of `fathom prepare`."""
+    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        remedy = "write each split as Parquet, `load_from_disk(DIR)[SPLIT].to_parquet(FILE)`, and give that file"
+        raise DataError(f"{folder} was written by `save_to_disk` of datasets: {remedy}")
+    index = folder / INDEX
+    if index.is_file() and FORMAT.encode() in index.read_bytes():
+        raise DataError(
+            f"{folder} is a prepared corpus already: `fathom train RECIPE data.directory={folder}` reads it"
+        )
+
+
+def _refuse_list(file: Path) -> None:
+    """Refuse a `.json` file that is one list; Fathom reads an object on every line."""
+    with opened(file) as data:
+        begins = data.read(COMPRESSED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if begins == b"[":
+        remedy = f"`jq -c '.[]' {shlex.quote(str(file))} > FILE.jsonl` writes its items as lines"
+        raise DataError(f"{file} is a JSON list, not a JSON object on every line: {remedy}")
 
 
 def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
