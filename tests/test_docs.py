@@ -531,6 +531,9 @@ FOLLOWED = [page for page in PAGES if any(item.kind != "printed" for item in ite
 # `depth_attention` and `loop` stand for them in the fast tests, `lineage_publish` for lineage, `data` for texts,
 # and the README for what is made of a model.
 LONG = (
+    "evaluate",
+    "first_model",
+    "lens",
     "own_mechanism",
     "other_tools",
     "gates",

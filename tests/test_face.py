@@ -75,6 +75,7 @@ def test_every_name_is_there_and_documented() -> None:
         fathom.trian  # noqa: B018
 
 
+@pytest.mark.slow
 def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     """The names as a script uses them, one after the other."""
     recipe = fathom.load_recipe("tiny", [*SHORT, f"data.directory={corpus}"])

@@ -136,6 +136,7 @@ def test_the_same_bytes_from_anyone_anywhere_and_no_work_twice(
     assert shards and all(path.stat().st_mtime_ns == stamp for path, stamp in shards.items() if path.suffix == ".bin")
 
 
+@pytest.mark.slow
 def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     shutil.copytree(corpora, tmp_path / "in")
     domain = tmp_path / "in" / "domain"

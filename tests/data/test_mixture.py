@@ -40,6 +40,7 @@ def within(weights: list[int], order: list[int]) -> bool:
     return True
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(1, 400), SHARES), min_size=1, max_size=4), st.integers(1, 1000))
 @settings(max_examples=25)
 def test_every_prefix_of_a_phase_keeps_its_shares(phases: list[tuple[int, list[float]]], rows: int) -> None:

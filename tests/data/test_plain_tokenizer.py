@@ -71,6 +71,7 @@ def test_what_it_cannot_open_is_one_line(texts: Path, tmp_path: Path, monkeypatc
         load_tokenizer(str(tmp_path / "tokenizer.json"))
 
 
+@pytest.mark.slow
 def test_lineage_and_corpus_import_neither() -> None:
     done = subprocess.run([sys.executable, "-c", BLOCKED], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

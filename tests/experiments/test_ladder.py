@@ -320,6 +320,7 @@ def test_a_rung_links_to_its_ladder(whole) -> None:
     assert (out / "rungs/1/../../report.html").exists()
 
 
+@pytest.mark.slow
 def test_one_size_is_judged_by_losses(tmp_path: Path, monkeypatch) -> None:
     """No multiplier can be told, so paired losses decide, after Holm; seeds that came later decide nothing."""
     planted(monkeypatch)

@@ -30,6 +30,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_training_leaves_a_page_with_its_own_numbers(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = (runs / "a" / "report.html").read_text(encoding="utf-8")
     score = json.loads((runs / "a" / "result.json").read_text())["evaluation"]

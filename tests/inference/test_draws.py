@@ -18,7 +18,7 @@ def misfit(tokens, expected):
     return scipy.stats.chisquare(found, wanted).pvalue
 
 
-@pytest.mark.quick("6")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [6, pytest.param(BLOCK, marks=pytest.mark.slow), 3 * BLOCK + 7])
 def test_draws_have_the_probabilities(size):
     """By position and by seed, within one block of tokens and over several, the last of them short."""

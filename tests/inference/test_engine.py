@@ -224,6 +224,7 @@ def test_faults_in_rows_are_seen(monkeypatch):
         assert together != one_by_one
 
 
+@pytest.mark.slow
 def test_rows_that_halt_cost_nothing():
     """Of a batch, a layer computes as many tokens as it computes of each row alone, prompts of one length read at once
     among them."""
@@ -380,7 +381,7 @@ def never_halting(model):
     return model
 
 
-@pytest.mark.quick("loop")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["loop", "adaponder"])
 def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
     """Though some are always there: the batch' rows were as long as its longest had been until all had ended. And the

@@ -222,7 +222,7 @@ def test_what_can_be_taken_over():
     assert store.find(row, None).count == 100, "a row that is larger than all room takes no other's"
 
 
-@pytest.mark.quick("ponder3")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["ponder2", "ponder3"])
 def test_prompts_that_are_solved_as_a_whole(case, monkeypatch):
     """Nothing of theirs can be taken over but all of it."""

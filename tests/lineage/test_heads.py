@@ -33,7 +33,7 @@ def with_junk(source, target, cancel):
     return edited(source, target, add, num_attention_heads=8, num_key_value_heads=4)
 
 
-@pytest.mark.quick("mute-llama-float64")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("cancel", [False, True], ids=["mute", "cancelling"])

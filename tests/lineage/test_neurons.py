@@ -83,6 +83,7 @@ def test_a_lying_tokenizer_is_found_by_the_axes_of_the_embedding(llama, tmp_path
     assert max(count for count, _ in paired(strangers.pair, "axes")) <= 4
 
 
+@pytest.mark.slow
 def test_stolen_experts_are_found_by_all_experts(tmp_path):
     """Experts 1 to 3 of another mixture, in a model with its own embedding, attention and first expert."""
     config = tf.MixtralConfig(**SIZES, num_local_experts=4)

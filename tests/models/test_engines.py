@@ -107,6 +107,7 @@ def test_random_cases_are_batched_exactly(seed):
     assert batched(model, prompts, new, **pages) == one_by_one(model, prompts, new), (name, pages)
 
 
+@pytest.mark.slow
 def test_draws_have_the_distribution():
     """Two tokens over a vocabulary of seven, 750 requests: chi-square against the model's own probabilities."""
     model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop"}))

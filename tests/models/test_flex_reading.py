@@ -224,6 +224,7 @@ def hold_pairs(module: ModuleType) -> None:
             assert torch.equal(found, mask & readers), (view, plain, reach, by_token)
 
 
+@pytest.mark.slow
 def test_blocks_lose_no_pair_and_add_none():
     hold_pairs(flex_reading)
 

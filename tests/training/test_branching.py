@@ -95,6 +95,7 @@ def test_an_unfinished_run_is_branched(corpus: Path, tmp_path: Path, planned: Ca
     assert_same(tmp_path / "new", planned("train.steps=12"), 12)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_by_its_name_alone(corpus: Path, tmp_path: Path, planned: Callable[..., Path]) -> None:
     train(tiny_recipe(corpus, *CONSTANT), tmp_path / "run", callbacks=[StopAt(2)])
     assert main(["train", str(tmp_path / "run")]) == 0

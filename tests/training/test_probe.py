@@ -31,6 +31,7 @@ def test_least_is_where_the_curve_is_least(noise: float) -> None:
         find_edges(rates[:19], losses[:19], gradients[:19])
 
 
+@pytest.mark.slow
 def test_a_probe_is_a_run_that_says_what_it_saw(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shipped = load_recipe(ROOT / "recipes" / "specialise" / "probe.yaml")
     assert is_probe(shipped) and not is_probe(recipe)

@@ -36,6 +36,7 @@ def begin(corpus: Path, source: object, *overrides: str) -> None:
     build_training(tiny_recipe(corpus, f"model.from_pretrained={source}", *overrides))
 
 
+@pytest.mark.slow
 def test_another_tokenizer_is_refused_and_named(run: Path, foreign: Path) -> None:
     for source in (run, f"{run}@step-2", run / "model"):
         with pytest.raises(SettingsError) as refused:

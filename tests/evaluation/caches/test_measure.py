@@ -64,6 +64,7 @@ def test_stretches_leave_a_short_one_out() -> None:
     assert stretches(np.arange(14.0).reshape(2, 7), 3) == [[3.0, 12.0], [24.0, 33.0]]
 
 
+@pytest.mark.slow
 def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torch.Tensor) -> None:
     """Each length has a cache of its own, so `full_static` has room for it and no more."""
 

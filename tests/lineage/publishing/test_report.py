@@ -57,7 +57,7 @@ def ran(family, a, b="base", controls=("control",), mode="fast", **options):
     return commands.compare(str(family / a), str(family / b), names, exit_code=True, choices=choices, **options)
 
 
-@pytest.mark.quick("child-shared lineage-10", "stranger-no evidence found-0")
+@pytest.mark.quick("child-shared lineage-10")
 @pytest.mark.parametrize(
     ("a", "label", "code"),
     [("child", SHARED, 10), ("hidden", SHARED, 10), ("graft", PARTIAL, 11), ("stranger", NONE, 0)],
