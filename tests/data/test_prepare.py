@@ -277,7 +277,7 @@ def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeyp
     assert second.splits == first.splits and not second.seconds
     with pytest.raises(DataError, match=r"was prepared with `held_out` 0\.01, not 0\.5: choose another directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.5)
-    many = [str(tmp_path / "a.jsonl")] * 40
+    many = [f"{name}={tmp_path / 'a.jsonl'}" for name in range(40)]
     with pytest.raises(DataError, match=r"with `inputs` \['[^,]*'\], not \['[^,]*', '[^,]*', … 40 in all\]: choose"):
         prepare(many, tmp_path / "out", tokenizer)
 

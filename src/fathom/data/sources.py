@@ -178,7 +178,7 @@ def find_sources(
 ) -> list[Source]:
     """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse unreadable ones; `out` as in `find_files`."""
     sources: list[Source] = []
-    seen: set[str] = set()
+    seen: set[tuple[str, str]] = set()
     for text in inputs:
         given, name = split_name(text)
         domain = given or DEFAULT_DOMAIN
@@ -191,7 +191,7 @@ def find_sources(
             continue
         whole_files: list[Path] = []
         for path in find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out):
-            if (place := os.path.abspath(path)) in seen:
+            if (place := (domain, os.path.abspath(path))) in seen:
                 raise DataError(f"{path} is given twice: give each input once")
             seen.add(place)
             if file_format == "auto" and suffix_of(path) == JSON:
