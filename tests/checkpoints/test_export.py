@@ -99,6 +99,8 @@ def test_an_earlier_export_is_replaced(tmp_path):
             json.loads((tmp_path / "model" / "config.json").read_text())["recurrence"]
             == ("loop", "once")[case == "vanilla"]
         )
+    with pytest.raises(ModelError):  # a source that is no path, RUN@step-4, is looked up all the same
+        export(f"{tmp_path / 'run'}@step-4", tmp_path / "model")
 
 
 @pytest.mark.quick("attention_residuals", "ponder2", "latent_cot+depth_attention", "ponder@gpt2")

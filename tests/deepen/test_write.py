@@ -111,9 +111,9 @@ def test_the_command_says_what_it_added(tmp_path, capsys):
     for mine in ("mine", "mine", "mine too"):  # edited recipes are kept, each once
         recipe.write_text(mine)
         written = write._earlier(recipe, b"new")
-        assert written[0] is not None and written[1][written[0]] == mine.encode()
-        for path, content in written[1].items():
-            path.write_bytes(content)
+        assert written[0] is not None and written[1][written[0].name] == mine.encode()
+        for name, content in written[1].items():
+            (recipe.parent / name).write_bytes(content)
     assert [path.read_text() for path in sorted(recipe.parent.glob("heal.yaml.*"))] == ["mine", "mine too"]
     assert main([*words, "--steps", "7"]) == 0
     assert f"kept             {recipe}.old1, the recipe that was there" in capsys.readouterr().out

@@ -86,6 +86,19 @@ def test_evaluation_does_not_ask_what_a_step_drew():
     assert len(found) == 2, "some steps drew fewer, some did not"
 
 
+@pytest.mark.parametrize(("step", "made", "saved"), [(34, 2, 2), (36, 2, 3), (36, 3, 3)])
+def test_a_budget_or_a_save_before_the_newest_trip_has_opened(step, made, saved):
+    """A trip that opened long ago is whole, and one that is shut is not saved."""
+    model, ids = build(loop(growth="linear")).eval(), tokens(1, 6)
+    model.set_step(step, STEPS)
+    assert model.settled_config().recurrence_options["trips"] == saved and model.model.recurrence.grown == 3
+    plain = build(config_of("loop", recurrence_options={"trips": made})).eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        same = torch.equal(model(ids, max_trips=made).logits, plain(ids).logits)
+    assert same is (made < 3), "the control: the newest itself is half open"
+
+
 def test_a_resumed_run_goes_on_alike():
     """Whatever was made before, a step's trips and λ are those of the step."""
     config = loop(trips_range=[1, 4], seed=3)

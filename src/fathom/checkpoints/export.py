@@ -51,6 +51,7 @@ def export(
     tokenizer: PreTrainedTokenizerBase | None = None,
     form: str = "fathom",
     facts: Facts | None = None,
+    also: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write weights, configuration, tokenizer, model card and code to `directory`, completely or not at all.
 
@@ -63,6 +64,7 @@ def export(
         tokenizer: The tokenizer to save with the model; by default the run's.
         form: `fathom`, `native`, `unrolled`, `gguf`, or the name of a family.
         facts: Facts for the model card; by default the run's.
+        also: Further files of the directory, by name.
     """
     directory = Path(directory)
     if form not in FORMS:
@@ -71,7 +73,7 @@ def export(
         raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
     require_replaceable(directory)
     if isinstance(model, str | Path):
-        if directory.exists() and directory.samefile(model):
+        if directory.exists() and Path(model).exists() and directory.samefile(model):
             raise ModelError(f"{directory} is the model itself; choose another path")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
@@ -98,6 +100,8 @@ def export(
         if form == "fathom":
             _add_code(new, model.config)
         (new / CARD).write_text(model_card(model, form, facts or Facts()), encoding="utf-8")
+        for name, content in (also or {}).items():
+            (new / name).write_bytes(content)
         if directory.exists():
             directory.rename(Path(scratch) / "old")
         new.rename(directory)

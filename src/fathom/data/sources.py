@@ -191,7 +191,7 @@ def find_sources(
             continue
         whole_files: list[Path] = []
         for path in find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out):
-            if (place := (domain, os.path.abspath(path))) in seen:
+            if (place := (domain, os.path.realpath(path))) in seen:
                 raise DataError(f"{path} is given twice: give each input once")
             seen.add(place)
             if file_format == "auto" and suffix_of(path) == JSON:
@@ -317,7 +317,8 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
 
 def _refuse_prepared(folder: Path) -> None:
     """Refuse a folder without text that holds a corpus in the format of datasets or of `fathom prepare`."""
-    if any((folder / name).is_file() for name in ("dataset_dict.json", "state.json")):
+    described = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
+    if described and any(folder.rglob("*.arrow")):
         remedy = "write each split as Parquet, `load_from_disk(DIR)[SPLIT].to_parquet(FILE)`, and give that file"
         raise DataError(f"{folder} was written by `save_to_disk` of datasets: {remedy}")
     index = folder / INDEX

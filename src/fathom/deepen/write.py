@@ -21,7 +21,7 @@ from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.modeling import FathomForCausalLM
-from fathom.report.files import require_directory, write_atomically
+from fathom.report.files import require_directory
 from fathom.training.build import initialize
 
 SAMPLE = "To fathom a thing is to measure its depth, and after much thought to understand it. The sea is deep."
@@ -92,25 +92,23 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     text = heal_recipe(Road(out, base_name), config, request, healing or Healing())
     recipe = out / HEAL
     kept, earlier = _earlier(recipe, text.encode())
-    export(model, out, opened.tokenizer)  # replaces the directory
-    for path, content in earlier.items():
-        path.write_bytes(content)
-    write_atomically(recipe, text)
+    export(model, out, opened.tokenizer, also={**earlier, HEAL: text.encode()})  # replaces the directory
     exact = all(part.closed is not None for part in request.parts)
     deviation = written_deviation(opened, out)
     sizes = Sizes.of(base.config), Sizes.of(config)
     return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept)
 
 
-def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[Path, bytes]]:
+def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[str, bytes]]:
     """Recipes of a directory to keep as `heal.yaml.old` and so on: the one that differs from the new text, and all."""
-    found = {path: path.read_bytes() for path in sorted(recipe.parent.glob(f"{recipe.name}.old*")) if path.is_file()}
+    paths = sorted(recipe.parent.glob(f"{recipe.name}.old*"))
+    found = {path.name: path.read_bytes() for path in paths if path.is_file()}
     held = recipe.read_bytes() if recipe.is_file() else text
     if held == text:
         return None, found
-    names = (recipe.with_name(f"{recipe.name}.old{number or ''}") for number in count())
-    kept = next(path for path in names if found.get(path, held) == held)
-    return kept, found | {kept: held}
+    names = (f"{recipe.name}.old{number or ''}" for number in count())
+    kept = next(name for name in names if found.get(name, held) == held)
+    return recipe.with_name(kept), found | {kept: held}
 
 
 def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:

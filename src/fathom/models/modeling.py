@@ -326,8 +326,8 @@ class FathomModel(FathomPreTrainedModel):
     """
 
     _can_record_outputs = {"attentions": Attention}
-    undropped: str | None = None
-    """The dropout of a family's decoder that training would leave out."""
+    drops = False
+    """Whether a family's decoder has dropout that training would leave out."""
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         if config.host:
@@ -415,7 +415,11 @@ class FathomModel(FathomPreTrainedModel):
         # Positions that are generated here never do.
         given = past_key_values
         packed = position_ids if given is None and attention_mask is None else None
-        if self.stateful and (arrangement := self._arranged(packed, attention_mask, x)) is not None:
+        if (
+            self.stateful
+            and (arrangement := self._arranged(packed, attention_mask, x, given is not None or bool(use_cache)))
+            is not None
+        ):
             kwargs["arrangement"] = arrangement
             use_cache = use_cache and packed is None  # a row of documents has no state to go on from
         if not self.slotted and (window := self.window) is not None:
@@ -427,10 +431,10 @@ class FathomModel(FathomPreTrainedModel):
             position_ids = self._positions(seen, x, attention_mask)
         x = self._with_learned_positions(x, position_ids)
 
-        if self.training and self.undropped:
+        if self.training and self.drops and self.host is not None and (left_out := undropped(self.host)):
             raise ValueError(
-                f"{self.config.host}: training would leave out the family's dropout, {self.undropped}: set its rate to "
-                "0 in config.json"
+                f"{self.config.host}: training would leave out the family's dropout, {left_out}: set its rate to 0 in "
+                "config.json, or in the open model"
             )
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
@@ -456,7 +460,7 @@ class FathomModel(FathomPreTrainedModel):
         for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
             if theirs != ours:
                 self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
-        self.__dict__["host"], self.undropped = host, undropped(host)
+        self.__dict__["host"], self.drops = host, undropped(host) is not None
         self.balance = adopt_routers(host)
         copy_flags(self, type(host))
 
@@ -467,11 +471,11 @@ class FathomModel(FathomPreTrainedModel):
         if name != "embed_tokens":
             self.__dict__["embed_tokens"] = value
 
-    def _arranged(self, packed: Tensor | None, attention_mask: Any, x: Tensor) -> Arrangement | None:
+    def _arranged(self, packed: Tensor | None, mask: Any, x: Tensor, stores: bool) -> Arrangement | None:
         """The order in which layers with a state read tokens, if it is not the given one."""
         if packed is not None:
             return of_documents(packed, len(x))
-        return of_padding(attention_mask, x.shape[1]) if getattr(attention_mask, "ndim", 0) == 2 else None
+        return of_padding(mask, x.shape[1], stores) if getattr(mask, "ndim", 0) == 2 else None
 
     def native_config(self) -> PreTrainedConfig:
         """The family's configuration, with the attention backend that is set now."""

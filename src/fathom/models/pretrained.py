@@ -136,7 +136,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             self._said = True
             named = ", ".join(f"{axis}={getattr(self.config, axis)}" for axis in axes)
             warnings.warn(
-                f"{named}: closed for good (blend=0), so training does not reach it: open the model with "
+                f"{named}: closed for good (blend=0): its output is left out. To open it, open the model with "
                 f"{axes[0]}_options={{'blend': 1.0, 'blend_steps': N}}",
                 stacklevel=2,
             )

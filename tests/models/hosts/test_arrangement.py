@@ -153,6 +153,7 @@ def test_padding_is_not_read_alone():
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
     with pytest.raises(ValueError, match=r"^a token of padding read alone would change a state: read padding with"):
         model(ids[:, :1], attention_mask=mask[:, :1], use_cache=True)
+    assert model(ids[:, :1], attention_mask=mask[:, :1], use_cache=False).logits.shape[1] == 1, "no state is stored"
     first = model(ids[:, :2], attention_mask=mask[:, :2], use_cache=True)
     last = model(ids[:, 2:], attention_mask=mask, past_key_values=first.past_key_values).logits
     assert (last[1] - model(ids[1:, 2:]).logits[0]).abs().max() < 2e-5, "the control"
@@ -168,6 +169,11 @@ def test_dropout_that_training_would_leave_out_is_refused(name, keys):
     with pytest.raises(ValueError, match=f"^{name}: training would leave out the family's dropout, "):
         model.train()(ids, labels=ids)
     ours_of(theirs_of(name, attention_dropout=0.5)).train()(ids, labels=ids)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    model.model.host.embedding_dropout = 0.0
+    model(ids, labels=ids)
 
 
 def test_drafts_need_states_that_can_be_rolled_back():

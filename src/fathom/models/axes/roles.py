@@ -531,7 +531,7 @@ class Recurrence(MechanismModule):
         """
         return {"hidden": out.hidden}
 
-    def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
+    def leave(self, stream: Tensor, x: Tensor, state: TripState, trip: int) -> Tensor:
         """The input of the layers after the looped span, `[B, T, hidden_size]`; called only if `leaves` is set, never
         under the view ALL.
 
@@ -539,6 +539,7 @@ class Recurrence(MechanismModule):
             stream: The output of the span's last layer in the last trip, `[B, T, hidden_size]`.
             x: The input of that trip.
             state: The state after the previous trip.
+            trip: That trip, counted from 0.
         """
         return stream
 

@@ -53,15 +53,20 @@ def of_documents(position_ids: Tensor, batch: int) -> Arrangement | None:
     return Arrangement(index.view(count + 1, longest + 1), back)
 
 
-def of_padding(mask: Tensor, length: int) -> Arrangement | None:
+def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
     """A row's padding before its tokens, from a mask `[B, past + T]`; None without padding among the new tokens.
+
+    Args:
+        mask: Which tokens are none of padding.
+        length: The number of new tokens, T.
+        stores: Whether states are stored, so that a token of padding alone would change one.
 
     Raises:
         ValueError: If padding follows tokens whose state is stored.
     """
     tracing = torch.compiler.is_compiling() or mask.is_meta
     live = mask[:, -length:].bool()
-    if (length == 1 and tracing) or (not tracing and to_host(live.all())):
+    if (length == 1 and (tracing or not stores)) or (not tracing and to_host(live.all())):
         return None
     if length == 1:
         raise ValueError("a token of padding read alone would change a state: read padding with the tokens behind it")

@@ -136,12 +136,14 @@ class GrowingTrips(DrawnTrips):
         """Fix trips at their current number."""
         super().settle(config)
         if self.growth.grows:
-            changes = {} if self.grown == self.trips else {"trips": self.grown, "trips_range": None}
+            grown = self.grown - (self.newest_now[1] == 0.0)  # a trip that is still shut is none
+            changes = {} if grown == self.trips else {"trips": grown, "trips_range": None}
             config.recurrence_options.update(growth="none", growth_from=1, **changes)
 
-    def opening(self, x: Tensor, stream: Tensor) -> Tensor:
-        """The end of the loop, from the input and the output of its last trip, `[B, T, hidden_size]`."""
-        if self.newest is None:
+    def opening(self, x: Tensor, stream: Tensor, trip: int) -> Tensor:
+        """The end of the loop, from the input and the output of its last trip, `[B, T, hidden_size]`; a budget may end
+        it at a trip that opened before."""
+        if self.newest is None or trip + 1 < (self.drawn_trips if self.training else self.grown):
             return stream
         return torch.lerp(x, stream, self.newest[0 if self.training else 1].to(stream.dtype))
 

@@ -225,9 +225,9 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
             stream = self.norm(stream)
         return self(stream, state["entry"]) if self.injects else stream
 
-    def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
+    def leave(self, stream: Tensor, x: Tensor, state: TripState, trip: int) -> Tensor:
         """x_K, or the interpolation between g(x_0) and x_K."""
-        stream = self.opening(x, self.damped(x, stream) if self.damps else stream)
+        stream = self.opening(x, self.damped(x, stream) if self.damps else stream, trip)
         if self.blend_gates is not None:
             return self.blend_gates(state["first"], stream - state["first"])
         return stream if self.blend is None else self.blended(state["first"], stream)

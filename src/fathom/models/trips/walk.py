@@ -257,7 +257,8 @@ class TripMaker:
         one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
         recurrence = self.model.recurrence
         if recurrence.leaves and 0 < turn.trip == self.inputs.trips - 1:
-            one.leave = partial(recurrence.leave, x=tokens.take(turn.x), state=tokens.take_all(turn.state))
+            x, state = tokens.take(turn.x), tokens.take_all(turn.state)
+            one.leave = partial(recurrence.leave, x=x, state=state, trip=turn.trip)
         passed = self.through(tokens.take(turn.x), one)
         if turn.trip + 1 < len(self.plan):
             later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
