@@ -84,8 +84,11 @@ def _shown(value: object) -> str:
 def require_one_head(model: PreTrainedModel) -> None:
     """Refuse a checkpoint with a head of its own whose config.json says that the head is tied.
 
-    transformers leaves both untied after a warning, and the next call of `tie_weights` would discard the head.
+    transformers leaves both untied after a warning, and the next call of `tie_weights` would discard the head. The
+    classes of some families never tie, whatever config.json says.
     """
+    if not model._tied_weights_keys:
+        return
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     if not model.config.tie_word_embeddings or not isinstance(head, nn.Module) or not isinstance(embedding, nn.Module):
         return
@@ -189,7 +192,8 @@ def _require_places(
     """
     for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
         raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
-    passed = re.compile(r"lm_head\.weight$" if not own.get("host") else rf"lm_head\.weight$|{_further_layers(own)}")
+    head = r"lm_head\.weight$" if "lm_head" in model._modules else r"lm_head\.(weight|bias)$"  # a decoder reads none
+    passed = re.compile(head if not own.get("host") else rf"{head}|{_further_layers(own)}")
     unread = sorted(name for name in info["unexpected_keys"] if not passed.search(name))
     of_mechanism = [name for name in unread if _of_mechanism(model, name)]
     stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]

@@ -317,6 +317,18 @@ def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | Non
     return tuple(x if i in found else None for i, x in enumerate(hidden))
 
 
+def _called(name: str) -> Any:
+    """A part of the decoder by our name, whatever the family calls it: the module that is in its place now."""
+
+    def part(decoder: Any) -> nn.Module:
+        found = decoder._modules.get(decoder.names.get(name, name))
+        if found is None:
+            raise AttributeError(name)
+        return found
+
+    return property(part)
+
+
 class FathomModel(FathomPreTrainedModel):
     """The decoder without its head, or with it if the recurrence reads logits.
 
@@ -328,6 +340,10 @@ class FathomModel(FathomPreTrainedModel):
     _can_record_outputs = {"attentions": Attention}
     drops = False
     """Whether a family's decoder has dropout that training would leave out."""
+    names: dict[str, str] = {}
+    """The family's names of the embedding and the final norm, by ours."""
+    embed_tokens = _called("embed_tokens")
+    norm = _called("norm")
 
     def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         if config.host:
@@ -457,19 +473,14 @@ class FathomModel(FathomPreTrainedModel):
         for name, module in host.named_children():
             self.add_module(name, module)
         self.rotary_emb = host_rotary(host, self.config)
-        for ours, theirs in (("embed_tokens", layout.embedding), ("norm", layout.norm)):
-            if theirs != ours:
-                self.__dict__[ours] = getattr(host, theirs)  # a second name, not a second module
+        self.names = {"embed_tokens": layout.embedding, "norm": layout.norm}
         self.__dict__["host"], self.drops = host, undropped(host) is not None
         self.balance = adopt_routers(host)
         copy_flags(self, type(host))
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """See transformers; a family may call its embedding by another name."""
-        name = "embed_tokens" if self.host is None else Layout.all_of(self.config)[0].embedding
-        self.add_module(name, value)
-        if name != "embed_tokens":
-            self.__dict__["embed_tokens"] = value
+        self.add_module(self.names.get("embed_tokens", "embed_tokens"), value)
 
     def _arranged(self, packed: Tensor | None, mask: Any, x: Tensor, stores: bool) -> Arrangement | None:
         """The order in which layers with a state read tokens, if it is not the given one."""

@@ -119,21 +119,22 @@ def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
     made._can_record_outputs = {key: kind for key, kind in recorded.items() if key == "attentions"}
     conversions = get_checkpoint_conversion_mapping(host)
     if conversions is not None:
-        conversions = [_within(one) for one in conversions]
+        conversions = [each for one in conversions for each in _within(one)]
         register_checkpoint_conversion_mapping(made.__name__, conversions, overwrite=True)
     return made
 
 
-def _within(conversion: Any) -> Any:
-    """A conversion of names within the decoder. A multimodal file's prefix is taken off, and not put back on saving."""
+def _within(conversion: Any) -> list[Any]:
+    """A conversion as the decoder's. A multimodal file's prefix is taken off, and not put back on saving."""
     kind, outer = type(conversion), r"^model\."
-    if kind is WeightRenaming and conversion.source_patterns[0].startswith(outer):  # names here have no prefix
+    if kind is WeightRenaming and conversion.source_patterns[0].startswith(outer):
+        # Under a head names here have no prefix; a decoder alone reads a file that may have it.
         names = [conversion.source_patterns[0].replace(outer, "^", 1), conversion.target_patterns[0]]
-        return WeightRenaming(names[0], names[1].removeprefix("model."))
+        return [conversion, WeightRenaming(names[0], names[1].removeprefix("model."))]
     if not (getattr(conversion, "model_prefix", None) and conversion.prefix_to_remove):
-        return conversion
+        return [conversion]
     once = type(kind.__name__, (kind,), {"__slots__": (), "reverse_transform": lambda self: self})
-    return cast(Any, once)(None, conversion.prefix_to_remove)
+    return [cast(Any, once)(None, conversion.prefix_to_remove)]
 
 
 def build(config: DecoderConfig) -> PreTrainedModel:
