@@ -75,6 +75,20 @@ def test_every_name_is_there_and_documented() -> None:
         fathom.trian  # noqa: B018
 
 
+def test_a_name_where_an_object_belongs(tmp_path: Path) -> None:
+    """A recipe's name is the recipe, one text is one text, and what cannot be meant is one line."""
+    with pytest.raises(fathom.FathomError, match=r"data\.directory=data/tiny: no such directory"):
+        fathom.train("tiny", tmp_path / "run")
+    with pytest.raises(fathom.FathomError, match="the recipe comes first"):
+        fathom.train(str(tmp_path), fathom.load_recipe("tiny"))
+    with pytest.raises(fathom.FathomError, match="overrides is a list of words"):
+        fathom.load_recipe("tiny", "train.steps=2")
+    with pytest.raises(fathom.FathomError, match=r"nowhere: no such file|nowhere: .*(no such|nothing)"):
+        fathom.evaluate(export_tiny(tmp_path / "model"), perplexity=str(tmp_path / "nowhere"))
+    with pytest.raises(fathom.FathomError, match=r"fathom\.load\(DIRECTORY\)"):
+        fathom.generate("runs/mine", "gpt2", "It was")
+
+
 @pytest.mark.slow
 def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     """The names as a script uses them, one after the other."""

@@ -449,6 +449,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: A YAML file, or the name of a recipe that comes with Fathom.
         overrides: `key=value` words that override the file.
     """
+    if isinstance(overrides, str):
+        raise SettingsError(f"overrides is a list of words: [{overrides!r}]")
     values = read_values(find_recipe(path))
     require_kind(values, str(path), "train")
     return parse_recipe(values, overrides)

@@ -158,22 +158,24 @@ class Checkpoint:
 
 
 def evaluate(
-    checkpoints: Sequence[str | Path],
+    checkpoints: str | Path | Sequence[str | Path],
     settings: EvaluationSettings | None = None,
     *,
-    perplexity: Sequence[str] = (),
+    perplexity: str | Sequence[str] = (),
     tasks: str | None = None,
 ) -> ScoresReport:
     """Score checkpoints on tasks and texts, with paired differences; returns the contents of `report.json`.
 
     Args:
-        checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; all are compared with the first.
+        checkpoints: A model directory, run or comparison, or `NAME=PATH`, or several; all are compared with the first.
         settings: All other options. With `out`, results are stored and a second call resumes.
         perplexity: Texts: files, directories, globs, `hf:...` or prepared corpora, each with an optional `NAME=`;
             replaces the settings' texts.
         tasks: lm-eval's tasks, groups and tags, separated by commas; replaces the settings' tasks.
     """
     chosen = settings or EvaluationSettings()
+    perplexity = (perplexity,) if isinstance(perplexity, str) else perplexity  # one, not its letters
+    checkpoints = (checkpoints,) if isinstance(checkpoints, str | Path) else checkpoints
     chosen = replace(chosen, perplexity=perplexity or chosen.perplexity, tasks=tasks or chosen.tasks)
     return run(checkpoints, chosen)[1]
 

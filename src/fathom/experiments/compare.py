@@ -34,7 +34,7 @@ from fathom.experiments.schedule import (
     work_off,
 )
 from fathom.experiments.team import ALONE, Team
-from fathom.recipe import Recipe
+from fathom.recipe import Recipe, load_recipe
 from fathom.report import html
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance, recorded
@@ -42,7 +42,7 @@ from fathom.training.parallel import Ranks, start
 
 
 def compare(
-    recipe: Recipe,
+    recipe: Recipe | str | Path,
     arms: str,
     out: str | Path,
     *,
@@ -55,7 +55,7 @@ def compare(
     """Compare mechanisms fairly, or resume the comparison in `out`; returns the contents of its `report.json`.
 
     Args:
-        recipe: The recipe that all arms share.
+        recipe: The recipe that all arms share, or its file or name.
         arms: `MECHANISM` or `NAME=MECHANISM[;key=value...]`, separated by commas; the first is the control.
         out: The output directory. Several calls, also on other machines, may share it at the same time.
         seeds: Number of runs of each arm; seeds start at `train.seed`.
@@ -65,6 +65,7 @@ def compare(
         threads: CPU threads per worker; one if there are several workers, else torch's choice.
     """
     out = Path(out)
+    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     return carry_out(make_plan(recipe, arms, seeds, equal, pairs, out), out, Team(workers, threads))
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -93,6 +94,8 @@ def generate(
         sampling: How tokens are sampled.
         write: Called with each new piece of text; pieces end at whole characters.
     """
+    if isinstance(model, str | Path) or isinstance(tokenizer, str | Path):
+        raise SettingsError("generate takes a model and a tokenizer: `fathom.load(DIRECTORY)` opens both")
     sampling = sampling or Sampling()
     ids = encode(tokenizer, prompt)
     sampling.room(model, ids)

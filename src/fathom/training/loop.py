@@ -67,7 +67,7 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe | Branch,
+    recipe: Recipe | Branch | str | Path,
     run_dir: str | Path | None = None,
     *,
     resume: bool = True,
@@ -77,16 +77,19 @@ def train(
     """Train a recipe in a run directory, or resume the run in this directory.
 
     Args:
-        recipe: The recipe; or the result of `branch`, which contains its directory.
+        recipe: The recipe, its file or name; or the result of `branch`, which contains its directory.
         run_dir: Directory for the resolved recipe, metrics and checkpoints.
         resume: Whether an existing run may be resumed; otherwise it is an error.
         callbacks: Hooks, called at fixed points of the run.
         command: The command for the history of a branch.
     """
+    if isinstance(run_dir, Recipe | Branch):
+        raise SettingsError("train(recipe, run_dir): the recipe comes first")
+    recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
     planned = recipe.recipe if isinstance(recipe, Branch) else recipe
     place = recipe.run_dir if isinstance(recipe, Branch) else run_dir
     if place is None:
-        raise TypeError("train(recipe, run_dir): a recipe needs a directory")
+        raise SettingsError("train(recipe, run_dir): a recipe needs a directory")
     place = Path(place)
     require_place(planned, place)
     planned.config()
