@@ -31,7 +31,7 @@ from types import ModuleType
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from fathom.cli import main as cli
 from fathom.cli.lineage import ACTIONS
@@ -306,6 +306,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         vocab = json.loads(Path("path/to/qwen3/config.json").read_text())["vocab_size"]
         llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
         LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **llama)).save_pretrained("path/to/llama")
+        experts = llama | {"num_experts": 4, "moe_intermediate_size": 16, "num_key_value_heads": 2}
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=vocab, **experts)).save_pretrained("path/to/qwen3-moe")
         smollm2 = here / "HuggingFaceTB/SmolLM2-135M-Instruct"  # as many layers as it has
         shutil.copytree("path/to/llama", smollm2)
         (smollm2 / "weights.sha256").unlink()
