@@ -155,11 +155,16 @@ def bad(server: Watched) -> Counter[str]:
         return Counter(str(status) for status in pool.map(lambda i: server.post(*kinds[i % len(kinds)]), range(BAD)))
 
 
-def lists(server: Watched) -> Counter[str]:
-    """1,000 bodies of 65 kB, full of empty lists, by 64 clients."""
-    body = b'{"prompt":[' + b"[]," * 21_700 + b"[]]}"
-    with ThreadPoolExecutor(CLIENTS) as pool:
-        return Counter(str(status) for status in pool.map(lambda _: server.post("/v1/completions", body), range(BAD)))
+def lists(count: int) -> Attack:
+    """1,000 bodies full of empty lists, three bytes for each, by 64 clients."""
+    body = b'{"prompt":[' + b"[]," * count + b"[]]}"
+
+    def attack(server: Watched) -> Counter[str]:
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            heard = pool.map(lambda _: server.post("/v1/completions", body), range(BAD))
+            return Counter(str(status) for status in heard)
+
+    return attack
 
 
 def grammars(server: Watched) -> Counter[str]:
@@ -202,7 +207,8 @@ ATTACKS: dict[str, Attack] = {
     "400 words for the lens": lens(400),
     "600 words for the lens": lens(600),
     "1,000 bad requests": bad,
-    "1,000 bodies of empty lists": lists,
+    "1,000 bodies of empty lists": lists(21_700),
+    "1,000 bodies of 15 kB": lists(5_000),
     "100 hostile grammars": grammars,
 }
 

@@ -10,7 +10,19 @@ from fathom.inference import engine as engines
 from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, token_bytes
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
-from fathom.inference.schedule import BOUND, FEW, LEAST, PATIENCE, READ, YIELDED, chunk, in_order, interrupts, most_rows
+from fathom.inference.schedule import (
+    BOUND,
+    FEW,
+    LEAST,
+    PATIENCE,
+    READ,
+    YIELDED,
+    chunk,
+    in_order,
+    interrupts,
+    learned,
+    most_rows,
+)  # fmt: skip
 from fathom.kvcache.policy import Policy
 from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
 from tests.models.cases import build, config_of
@@ -27,12 +39,18 @@ class Prompt:
     further: bool = False
 
 
-def test_a_chunk_takes_the_time_that_is_stated():
-    for seconds in (1e-5, 4e-4, 1e-3, 3e-3, 0.0124):
-        tokens = chunk(seconds)
-        assert LEAST <= tokens <= READ and tokens * seconds <= BOUND
-        assert tokens == READ or 2 * tokens * seconds > BOUND
-    assert chunk(10.0) == LEAST and chunk(1e-9) == READ
+@pytest.mark.parametrize(("fixed", "each"), [(0.03, 0.0007), (0.0, 0.003), (0.05, 1e-9), (0.3, 0.01)])
+def test_a_chunk_takes_the_time_that_is_stated(fixed, each):
+    """Also where part of its time does not depend on its size. A shorter prompt changes nothing: in proportion, too
+    few of its tokens would fit."""
+    fitting = None
+    for _ in range(12):
+        fitting = learned(fitting, chunk(fitting), fixed + each * chunk(fitting))
+        assert LEAST <= chunk(fitting) <= READ
+        assert chunk(fitting) == LEAST or fixed + each * chunk(fitting) <= BOUND
+    assert chunk(fitting) in (LEAST, READ) or fixed + each * (chunk(fitting) + 2 * LEAST) > BOUND
+    assert learned(fitting, LEAST, fixed + each * LEAST) == pytest.approx(fitting) or chunk(fitting) == LEAST
+    assert chunk(None) < READ and learned(fitting, LEAST, 10.0) < fitting  # a slow machine
 
 
 def test_the_shortest_is_read_first_but_none_for_ever():
@@ -203,6 +221,24 @@ def test_a_long_prompt_is_read_beside_short_ones_that_never_end(monkeypatch):
         monkeypatch.setattr(engines, "in_order", lambda jobs: sorted(jobs, key=lambda job: job.left))
         monkeypatch.setattr(engines, "interrupts", lambda new, reading: 2 * new.left <= reading.left)
         assert overtaken() > 8 * 150
+    finally:
+        running.join(10)
+
+
+def test_short_prompts_take_no_more_time_than_a_long_one(monkeypatch):
+    """Each takes long for its tokens: between two steps as many are read as there is time for, not as tokens fit."""
+    monkeypatch.setattr(engines, "chunk", lambda fitting: READ)
+    monkeypatch.setattr(engines, "BOUND", 0.02)
+    running = Counted(model_of("vanilla")[0], BUDGET)
+    monkeypatch.setattr(running, "_beside", lambda jobs, job, left: not jobs)  # they are read one by one
+    read, held = running._read, threading.Event()
+    running._read = lambda *given: held.wait(0.011) or read(*given)
+    try:
+        jobs = [Collected([5 + i, 6, 7], 8, Choice()) for i in range(8)]
+        running.submit([one.job for one in jobs])
+        assert [one.wait() for one in jobs] == ["length"] * 8
+        between = [part.split() for part in " ".join(map(str, running.log)).split("step")]
+        assert sum(map(len, between)) == 8 and max(map(len, between)) == 2
     finally:
         running.join(10)
 

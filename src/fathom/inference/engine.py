@@ -42,7 +42,7 @@ from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
-from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, most_rows, rank
+from fathom.inference.schedule import BOUND, LEAST, chunk, in_order, interrupts, learned, most_rows, rank
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 
@@ -58,8 +58,6 @@ BY_ROWS = 64
 """Tokens of a chunk where products must not depend on company: neither may the places where a prompt is cut."""
 FULL = 1 - 1e-6
 """The share of a turn after which no prompt is read: 1, but for rounding."""
-RECENT = 0.5
-"""Weight of the last chunk in the time of a token."""
 ROWS = 64
 """Most rows that generate at a time."""
 OTHERS = 8
@@ -231,8 +229,8 @@ class Engine:
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.paused: list[tuple[Lane, Job]] = []
         """Jobs whose prompts were interrupted by shorter ones."""
-        self.seconds: dict[int | None, float] = {}
-        """The time of a prompt's token, by number of trips."""
+        self.fitting: dict[int | None, float] = {}
+        """How many tokens of a prompt can be read between two steps, by number of trips."""
         self.steps: dict[int | None, tuple[int, float]] = {}
         """Rows and seconds of the latest step, by number of trips."""
         self.drafting: dict[int | None, Drafting] = {}
@@ -412,13 +410,14 @@ class Engine:
             # Memory that the others release is free before memory is requested.
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(other, other.batch.reserve, *other.rectangle)
-            left = max(1, int((1 - spent) * share))
-            spent += (self._guarded(lane, self._read, lane, jobs, left) or 1) / share
+            left, began = max(1, int((1 - spent) * share)), time.perf_counter()
+            read = self._guarded(lane, self._read, lane, jobs, left) or 1
+            spent += max(read / share, (time.perf_counter() - began) / BOUND)  # short prompts take more for each token
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _share(self, job: Job) -> int:
         """Tokens of a prompt to read between two tokens of the texts that run."""
-        return BY_ROWS if self.by_rows else chunk(self.seconds.get(job.trips))
+        return BY_ROWS if self.by_rows else chunk(self.fitting.get(job.trips))
 
     def _choose(self, spent: float) -> bool:
         """Choose whose prompt is read on: the one that was, one that was interrupted, or one that waits."""
@@ -553,9 +552,9 @@ class Engine:
             self._out += [(job, job.prompt_scores) for job in jobs if job.score_prompt and job.sound]
             self._take(lane, jobs, logits)
         count = int(self.counts["prompt_tokens"] - before)
-        if count >= LEAST:  # fewer say little of a token
-            now = (time.perf_counter() - began) / count
-            self.seconds[jobs[0].trips] = (1 - RECENT) * self.seconds.get(jobs[0].trips, now) + RECENT * now
+        if count >= LEAST:  # fewer say little
+            seconds, trips = time.perf_counter() - began, jobs[0].trips
+            self.fitting[trips] = learned(self.fitting.get(trips), count, seconds)
         return count
 
     def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:

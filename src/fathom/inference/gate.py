@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hmac
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
 from pathlib import Path
@@ -19,10 +20,10 @@ from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
-LARGE = 1 << 14
+LARGE = 1 << 12
 """A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
-PARSED = 1 << 25
-"""Bytes of large bodies in a second: before each the loop has about as long for others as parsing takes."""
+PAUSE = 1.0
+"""Seconds that the loop has for others after a large body, for each second that parsing it took."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
 INCOMPLETE = 512
@@ -114,9 +115,6 @@ class Gate:
             await refusal.response()(scope, receive, send)
         else:
             if whole:
-                if len(chunks[0]) > LARGE:
-                    async with self.turn:
-                        await asyncio.sleep(len(chunks[0]) / PARSED)
                 await self._answer(chunks[0], scope, receive, send)
         finally:
             busy.subtract([client] if client is not None else [])
@@ -127,7 +125,11 @@ class Gate:
         unread = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def again() -> AsgiMessage:
-            return unread.pop() if unread else await asyncio.shield(gone)
+            if not unread:
+                return await asyncio.shield(gone)
+            if len(body) > LARGE:
+                await self._take_turn()
+            return unread.pop()
 
         gone = asyncio.create_task(_hang_up(receive))
         answer = asyncio.ensure_future(self.app(scope, again, send))
@@ -139,6 +141,12 @@ class Gate:
             for task in (answer, gone):
                 task.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
+
+    async def _take_turn(self) -> None:
+        """Wait until a large body may be parsed, which happens before the loop's next round; the pause follows it."""
+        await self.turn.acquire()
+        loop, began = asyncio.get_running_loop(), time.perf_counter()
+        loop.call_soon(lambda: loop.call_later(PAUSE * (time.perf_counter() - began), self.turn.release))
 
     def _fault(self, scope: AsgiMessage) -> ApiError | None:
         """Why a request is refused, judging by its headers."""

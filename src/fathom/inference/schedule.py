@@ -14,7 +14,9 @@ from typing import Protocol, TypeVar
 BOUND = 0.2
 """Seconds that reading prompts may take between two tokens of the texts that run; and a step for one request."""
 LEAST, FIRST, READ = 16, 32, 512
-"""Tokens of a chunk: at least, before the time of a token is known, and at most."""
+"""Tokens of a chunk: at least, before the time of one is known, and at most."""
+RECENT = 0.5
+"""Weight of the last chunk in what is known of their time."""
 PATIENCE = 4
 """By how many tokens others may overtake a prompt, for each token that it has left."""
 SMALLER = 2
@@ -63,18 +65,31 @@ def interrupts(new: Pending, reading: Pending) -> bool:
     return SMALLER * new.left <= max(rank(reading), min(reading.left, SMALLER * reading.in_a_row))
 
 
-def chunk(seconds: float | None) -> int:
-    """Tokens to read between two tokens of the texts that run: a power of two, so that few shapes occur.
+def chunk(fitting: float | None) -> int:
+    """Tokens to read between two tokens of the texts that run: multiples of `LEAST`, so that few shapes occur.
 
     Args:
-        seconds: The time of a token; None if it is not known yet.
+        fitting: How many take `BOUND` seconds; None if that is not known yet.
     """
-    if seconds is None:
-        return FIRST
-    tokens = LEAST
-    while tokens < READ and 2 * tokens * seconds <= BOUND:
-        tokens *= 2
-    return tokens
+    return FIRST if fitting is None else min(READ, max(LEAST, int(fitting) // LEAST * LEAST))
+
+
+def learned(fitting: float | None, tokens: int, seconds: float) -> float:
+    """How many tokens take `BOUND` seconds, after another chunk.
+
+    Part of a chunk's time does not depend on its size, so in proportion a smaller one only says that so many fit.
+    Chunks of as many as fit come to take `BOUND`.
+
+    Args:
+        fitting: What was known before.
+        tokens: Tokens of the chunk.
+        seconds: How long it took.
+    """
+    now = min(READ + LEAST, tokens * BOUND / max(seconds, 1e-9))
+    if fitting is None:
+        return now
+    told = tokens >= chunk(fitting) or seconds > BOUND or now > fitting
+    return fitting + RECENT * (now - fitting) if told else fitting
 
 
 def most_rows(step: tuple[int, float] | None) -> int:
