@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -19,46 +21,50 @@ from tests.lineage.zoo import build, logits, save
 COMMON = zoo.COMMON | dict(num_hidden_layers=4, num_key_value_heads=2)
 WIDE = COMMON | dict(hidden_size=64, vocab_size=512, num_hidden_layers=3)
 MIXTURE = dict(num_local_experts=2, num_experts_per_tok=1)
-HYBRIDS = {
-    "qwen3_next": (
-        lambda: tf.Qwen3NextConfig(
-            **COMMON,
-            head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=24,
-            shared_expert_intermediate_size=24,
-            linear_num_value_heads=4,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        ),
-        "layers 0, 1, 2 of 4 hold linear attention",
-    ),
-    "jamba": (
-        lambda: tf.JambaConfig(
-            **COMMON,
-            num_experts=2,
-            num_experts_per_tok=1,
-            attn_layer_period=4,
-            attn_layer_offset=2,
-            use_mamba_kernels=False,
-            mamba_d_state=4,
-            mamba_dt_rank=4,
-        ),
-        "layers 0, 1, 3 of 4 hold a state-space mixer",
-    ),
-    "lfm2": (
-        lambda: tf.Lfm2Config(**COMMON, layer_types=["conv", "conv", "full_attention", "conv"]),
-        "layers 0, 1, 3 of 4 hold a short convolution",
-    ),
+REFUSED = {
     "mamba": (
         lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96),
         "layers 0, 1 of 2 hold a state-space mixer",
     ),
     "minimax": (
         lambda: tf.MiniMaxConfig(**COMMON, **MIXTURE, head_dim=8, block_size=8),
-        "attention was found in 1: layer 1 has no attention of known names; it holds self_attn.diagonal_decay",
+        "4 layers; 1 are of a known kind: layer 1 has no attention of known names; it holds self_attn.diagonal_decay",
+    ),
+    "kimi_linear": (
+        lambda: tf.KimiLinearConfig(
+            **COMMON | zoo.LATENT | {"layer_types": ["linear_attention", "full_attention"] * 2},
+            linear_num_heads=3,
+            linear_head_dim=6,
+        ),
+        "layers.1: its attention is of another kind than that of layers before",
+    ),
+}
+DEEP = WIDE | dict(num_hidden_layers=8)
+STATES = dict(mamba_n_heads=4, mamba_d_head=32, mamba_d_state=8, mamba_n_groups=1, mamba_d_conv=3, mamba_chunk_size=8)
+DELTAS = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=8)
+EIGHT = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, shared_expert_intermediate_size=96)
+CONVOLVED = dict(layer_types=["conv", "conv", "full_attention", "conv"] * 2)
+HYBRIDS = {
+    "qwen3_5_text": lambda: tf.Qwen3_5TextConfig(**DEEP, **DELTAS, head_dim=16),
+    "qwen3_next": lambda: tf.Qwen3NextConfig(**DEEP, **DELTAS, **EIGHT, head_dim=16),
+    "qwen3_5_moe_text": lambda: tf.Qwen3_5MoeTextConfig(**DEEP, **DELTAS, **EIGHT, head_dim=16),
+    "lfm2": lambda: tf.Lfm2Config(**DEEP, **CONVOLVED),
+    "lfm2_moe": lambda: tf.Lfm2MoeConfig(
+        **DEEP, **CONVOLVED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, num_dense_layers=2
+    ),
+    "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
+        **DEEP, **STATES, **MIXTURE, layer_types=["mamba", "mamba", "attention", "mamba"] * 2
+    ),
+    "bamba": lambda: tf.BambaConfig(**DEEP, **STATES, attn_layer_indices=[2, 6]),
+    "jamba": lambda: tf.JambaConfig(
+        **DEEP,
+        num_experts=4,
+        num_experts_per_tok=1,
+        attn_layer_period=4,
+        attn_layer_offset=2,
+        use_mamba_kernels=False,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
     ),
 }
 DENSE = {
@@ -173,9 +179,78 @@ def test_a_mixture_with_its_experts_in_another_order_is_found(tmp_path, name, co
     assert stranger.verdict.label == verdict.NONE, stranger.verdict.reasons
 
 
+def tuned(tensors):
+    """Every number moved by a tenth of its tensor's spread."""
+    draw = torch.Generator().manual_seed(5)
+    for value in tensors.values():
+        if value.numel() > 1:
+            value += 0.1 * value.std() * torch.randn(value.shape, generator=draw)
+
+
+@pytest.mark.quick("lfm2")
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_hybrid_is_refused_for_what_it_has_in_place_of_attention(tmp_path, name):
-    config, reason = HYBRIDS[name]
+def test_a_tuned_hybrid_is_found_and_a_stranger_is_not(tmp_path, name):
+    """By its embedding, its layers with attention, and the feed-forward parts of all layers."""
+    base, stranger = (
+        save(build(HYBRIDS[name](), seed, torch.float32, trained=True), tmp_path / str(seed), 512) for seed in (0, 1)
+    )
+    copy = zoo.edited(base, tmp_path / "copy", lambda tensors: (with_experts_reordered(tensors), tuned(tensors)))
+    weights = open_weights(base)
+    assert weights.keyed == ([3, 7] if "qwen" in name else [2, 6]) and weights.geometry.layers == 8
+    found = compare(weights, open_weights(copy), (), None, Options(extras=True, nonce=1))
+    assert found.verdict.label == verdict.INITIALISATION, found.verdict.reasons
+    assert {"attention", "feed-forward", "embedding"} <= {t.family for t in found.tests if t.p < 1e-6}
+    layers = {count.layers for counts in found.pair.neurons.values() for count in counts}
+    assert layers == {(i, i) for i in range(8)}
+    far = compare(weights, open_weights(stranger), (), None, Options(extras=False, nonce=1))
+    assert far.verdict.label == verdict.NONE, far.verdict.reasons
+
+
+@pytest.mark.slow
+def test_the_gate_of_an_output_is_no_query(tmp_path):
+    """Qwen3.5 stores both in one matrix, head by head."""
+    model = build(HYBRIDS["qwen3_5_text"](), 0, torch.float32)
+    weights = open_weights(save(model, tmp_path))
+    x = torch.randn(2, 5, 64)
+    both = model.model.layers[3].self_attn.q_proj(x).view(2, 5, 4, 32)
+    for role, live in (("q", both[..., :16]), ("q_gate", both[..., 16:])):
+        own = torch.from_numpy(weights.tensor(role, 3))
+        torch.testing.assert_close(x @ own.T, live.reshape(2, 5, -1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_rotated_hybrid_is_found(tmp_path):
+    """LFM2 with its gains folded and its stream rotated computes the same, and no column stays where it was."""
+    base = save(build(HYBRIDS["lfm2"](), 0, torch.float64, trained=True), tmp_path / "base", 512)
+    turn = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
+    readers = {"operator_norm": ("in_proj", "q_proj", "k_proj", "v_proj"), "ffn_norm": ("w1", "w3")}
+
+    def rotated(tensors):
+        for name in [n for n in tensors if re.search(r"layers\..*(proj|w[123])\.weight", n)]:
+            layer, part = name.rsplit(".", 3)[0].split(".")[:3], name.split(".")[-2]
+            norm = next((norm for norm, parts in readers.items() if part in parts), None)
+            if norm:
+                tensors[name] = tensors[name] * tensors[".".join(layer) + f".{norm}.weight"] @ turn
+            else:  # out_proj, w2
+                tensors[name] = turn.T @ tensors[name]
+        tensors["lm_head.weight"] = tensors["lm_head.weight"] * tensors["model.embedding_norm.weight"] @ turn
+        tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"] @ turn
+        for name in [
+            n for n in tensors if n.endswith(("operator_norm.weight", "ffn_norm.weight", "embedding_norm.weight"))
+        ]:
+            tensors[name] = torch.ones_like(tensors[name])
+
+    copy = zoo.edited(base, tmp_path / "copy", rotated)
+    assert (logits(base) - logits(copy)).abs().max() < 1e-5
+    (copy / "tokenizer.json").unlink()
+    found = compare(open_weights(base), open_weights(copy), (), None, Options(extras=False, nonce=1))
+    assert found.verdict.label == verdict.INITIALISATION, found.verdict.reasons
+    assert all(count.paired == count.of for count in list(found.pair.neurons.values())[-1])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_attention_that_is_known_is_refused(tmp_path, name):
+    config, reason = REFUSED[name]
     tf.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=reason):
         open_weights(tmp_path)

@@ -49,9 +49,10 @@ class Basis:
     maps: Array
 
 
-def usable(weights: Weights) -> list[int]:
-    """Layers with values, outputs and feed-forward weights."""
-    return [i for i in range(weights.geometry.layers) if values.has_values(weights, i) and weights.has("down", i)]
+def usable(weights: Weights, kind: int = ATTENTION) -> list[int]:
+    """Layers whose map of a kind is known. Attention's are used where feed-forward weights are known too."""
+    fed = [i for i in range(weights.geometry.layers) if weights.has("down", i)]
+    return fed if kind == FEED_FORWARD else [i for i in fed if values.has_values(weights, i)]
 
 
 def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
@@ -70,13 +71,13 @@ def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
 
     Attention and feed-forward are paired apart, because a layer can be cut between them.
     """
-    layers = usable(a), usable(b)
     kinds = (ATTENTION, FEED_FORWARD)
     if a.geometry.layers == b.geometry.layers:
-        return [(kind, i, i) for i in layers[0] if i in layers[1] for kind in kinds]
+        every = range(a.geometry.layers)
+        return [(kind, i, i) for i in every for kind in kinds if i in usable(a, kind) and i in usable(b, kind)]
     out: Maps = []
     for kind in kinds:
-        found = [_living(w, kind, some, progress) for w, some in zip((a, b), layers, strict=True)]
+        found = [_living(w, kind, usable(w, kind), progress) for w in (a, b)]
         if not all(found):
             continue
         marks = [np.array(list(one.values())) for one in found]

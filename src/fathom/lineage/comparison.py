@@ -107,7 +107,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     layers = _layers(a, b, options)
     same = identity.identical(a, b, options.all_of(a, b), progress)
     scores = awm.score_layers((a, b), layers, _methods(aligned, options), options.seed, progress)
-    pairs = matched_layers(scores, layers, (a.geometry.layers, b.geometry.layers))
+    pairs = matched_layers(scores, layers, (a, b))
     probes = evidence.PROBES if options.all_of(a, b) else evidence.PROBES // 2
     frames = neurons.frames(a, b, aligned.rows, options.seed, probes)
     counts = _neurons(a, b, frames, pairs, options, progress)
@@ -162,10 +162,10 @@ def _unseen(weights: Weights) -> Iterator[str]:
 
 
 def _layers(a: Weights, b: Weights, options: Options) -> tuple[list[int], list[int]]:
-    depths = a.geometry.layers, b.geometry.layers
-    alike = depths[0] == depths[1]  # else a sample of layers could miss their partners
+    alike = a.geometry.layers == b.geometry.layers  # else a sample of layers could miss their partners
     limit = FAST_LAYERS if alike and not options.all_of(a, b) else None
-    return awm.chosen_layers(depths[0], limit), awm.chosen_layers(depths[1], limit)
+    ours, theirs = ([w.keyed[at] for at in awm.chosen_layers(len(w.keyed), limit)] for w in (a, b))
+    return ours, theirs
 
 
 def _methods(aligned: Aligned, options: Options) -> list[awm.MatchMethod]:
@@ -648,8 +648,10 @@ def _evidence(pair: Pair, tests: list[Test]) -> Evidence:
     blocks = [family for family in ("embedding",) if family in families]
     for family, some in found.items():
         if own := {count.layers[1] for count in some}:
-            whole = len(own) == pair.b.geometry.layers
-            each = "every layer" if whole else f"layers {_listed(own)}"
+            every = pair.b.keyed if family == "attention" else range(pair.b.geometry.layers)
+            whole = own >= {*every}
+            what = "every layer" if len(every) == pair.b.geometry.layers else "every layer that has it"
+            each = what if whole else f"layers {_listed(own)}"
             blocks.append(f"{family} of {each}" + ("" if whole or own < measured else ", all that were measured"))
     return Evidence(layers & measured, measured, pair.b.geometry.layers, families, blocks)
 

@@ -92,11 +92,13 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
     x_a, x_b = anchor_embeddings(a, rows_a, published), anchor_embeddings(b, rows_b, published)
 
     def pairs() -> Iterator[tuple[Array, Array]]:
-        for back in (2, 1):
-            if back > min(a.geometry.layers, b.geometry.layers):
-                continue
-            terms_a = terms(a, x_a, a.geometry.layers - back, published)
-            terms_b = terms(b, x_b, b.geometry.layers - back, published)
+        last = (
+            zip(a.keyed[-2:], b.keyed[-2:], strict=False)
+            if min(len(a.keyed), len(b.keyed)) > 1
+            else [(a.keyed[-1], b.keyed[-1])]
+        )
+        for i, j in last:
+            terms_a, terms_b = terms(a, x_a, i, published), terms(b, x_b, j, published)
             for term_a, term_b in zip(terms_a, terms_b, strict=False):
                 yield standardised(term_a), standardised(term_b)
 
@@ -106,7 +108,7 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
 def summed_terms(weights: Weights, x: Array) -> list[Array]:
     """Every term double-centred and summed over layers: independent of the number of layers."""
     total: list[Array] = []
-    for index in range(weights.geometry.layers):
+    for index in weights.keyed:
         for place, term in enumerate(terms(weights, x, index)):
             if place == len(total):
                 total.append(np.zeros_like(term))
@@ -123,8 +125,7 @@ def ics_all_layers(a: Weights, b: Weights, rows_a: Array, rows_b: Array) -> floa
 
 def last_terms(weights: Weights, x: Array) -> list[Array]:
     """The terms of the last two layers, double-centred."""
-    count = weights.geometry.layers
-    return [double_centred(t) for index in range(max(count - 2, 0), count) for t in terms(weights, x, index)]
+    return [double_centred(t) for index in weights.keyed[-2:] for t in terms(weights, x, index)]
 
 
 def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:

@@ -122,10 +122,11 @@ def _summary(parts: list[tuple[float, float]], channels: int) -> Inherited | Non
 def products(weights: Weights, index: int, how: Alignment, channels: Array) -> Iterator[tuple[str, Array]]:
     """The three products of a layer at some aligned channels, gains folded, [n, n]."""
     g = weights.geometry
-    layer = canonical.fold(weights.layer(index, canonical.QK_ROLES), g)
-    layer = canonical.balance_qk(layer, g)
-    q, k = (how.apply(layer[role], channels) for role in "qk")  # [n, heads·D]
-    yield "qk", canonical.product_qk(q, k, g)
+    if weights.has("q", index):
+        layer = canonical.fold(weights.layer(index, canonical.QK_ROLES), g)
+        layer = canonical.balance_qk(layer, g)
+        q, k = (how.apply(layer[role], channels) for role in "qk")  # [n, heads·D]
+        yield "qk", canonical.product_qk(q, k, g)
     layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
     if "v" in layer and "o" in layer:
         v, o = how.apply(layer["v"], channels), how.apply(layer["o"].T, channels)

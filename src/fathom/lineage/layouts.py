@@ -55,6 +55,7 @@ PREFIXES = (
 STACKS = (
     Stack("layers.{}.", "embed_tokens", "norm"),
     Stack("layers.{}.", "embed_tokens", "final_layernorm"),
+    Stack("layers.{}.", "embed_tokens", "embedding_norm"),
     Stack("layers.{}.", "embed_tokens", "final_layer_norm", {"positions": "embed_positions"}),
     Stack("layers.{}.", "tok_embeddings", "norm"),
     Stack("layers.{}.", "embed_in", "final_layer_norm"),
@@ -71,6 +72,7 @@ BARE = Stack("layers.{}.", "embed_tokens", "")
 HEADS = ("lm_head", "embed_out", "output", "output_layer", "transformer.output_layer")
 
 _QK_NORM = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+_QK_LAYERNORM = {"q_norm": "self_attn.q_layernorm", "k_norm": "self_attn.k_layernorm"}
 
 
 def _separate(base: str, q: str, k: str, v: str, o: str, optional: Mapping[str, str] | None = None) -> Scheme:
@@ -81,7 +83,7 @@ def _separate(base: str, q: str, k: str, v: str, o: str, optional: Mapping[str, 
 # "ask": the name alone does not say, config.json's model_type must (PACKING below).
 ATTENTION = (
     _separate("self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", _QK_NORM),
-    _separate("self_attn.", "q_proj", "k_proj", "v_proj", "out_proj"),
+    _separate("self_attn.", "q_proj", "k_proj", "v_proj", "out_proj", _QK_LAYERNORM),
     _separate("self_attn.", "q_proj", "k_proj", "v_proj", "dense", _QK_NORM),
     _separate("attn.", "q_proj", "k_proj", "v_proj", "out_proj"),
     _separate("", "attn_q", "attn_k", "attn_v", "attn_output", {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}),
@@ -135,6 +137,8 @@ FEED_FORWARD = (
     _gated("", "ffn_gate", "ffn_up", "ffn_down"),
     _gated("feed_forward.", "w1", "w3", "w2"),
     _gated("feed_forward.", "gate_proj", "up_proj", "down_proj"),
+    _gated("feed_forward.experts.0.", "w1", "w3", "w2"),
+    _gated("feed_forward.experts.0.", "gate_proj", "up_proj", "down_proj"),
     _gated("mlp.", "w2", "w1", "c_proj"),
     # in a mixture of experts, the first expert represents the layer
     _gated("mlp.experts.0.", "gate_proj", "up_proj", "down_proj"),
@@ -166,6 +170,8 @@ NORMS = (
     ),
     Scheme({"post_attn_norm": "post_attention_layernorm", "post_ffn_norm": "post_feedforward_layernorm"}),
     Scheme({"attn_norm": "input_layernorm"}, packing="parallel"),
+    Scheme({"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}),
+    Scheme({"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}),
     Scheme({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"}),
     Scheme({"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}),
     Scheme({"attn_norm": "ln_1", "ffn_norm": "ln_2"}),
@@ -178,6 +184,7 @@ NORMS = (
 
 # families that store gains as γ and use 1 + γ
 UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
+UNIT_OFFSET_GAINS |= {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 CONV1D = frozenset({"gpt2"})
 INTERLEAVED_ROTARY = frozenset({"gptj", "chatglm", "glm", "glm4", "cohere", "cohere2", "cohere2_moe", "helium"})
 INTERLEAVED_ROTARY |= {"ernie4_5", "ernie4_5_moe", "llama4", "llama4_text"}
@@ -203,7 +210,7 @@ MIXERS = {
     "conv": "a short convolution",
     "temporal_block": "a recurrent block",
 }
-"""Modules that hybrid models have in place of attention."""
+"""Modules that hybrid models have in place of attention, in some layers."""
 _NOT_MIXING = re.compile(r"mlp|moe|experts|feed_forward|ffn|(^|_)(layer)?norm\.")
 _LAYER = re.compile(r"^(?:.+\.)?(?:layers|h|blocks|blk)\.(\d+)\.(.+)$")
 
@@ -234,7 +241,7 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
         for prefix in PREFIXES
         for stack in ((BARE,) if model_type in UNSCALED else STACKS)
         if parameter(names, prefix + stack.embed)
-        and matching(ATTENTION, names, prefix + stack.layer.format(0), "the attention")
+        and any(matching(ATTENTION, names, layer, "the attention") for layer in stacked(names, prefix, stack))
         and (not stack.final_norm or parameter(names, prefix + stack.final_norm))
     ]
     if not found:
@@ -242,6 +249,19 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
     if len(found) > 1:
         raise ModelError("several decoders found: " + " and ".join(prefix + stack.embed for prefix, stack in found))
     return found[0]
+
+
+def stacked(names: Collection[str], prefix: str, stack: Stack) -> list[str]:
+    """The layers of a stack, from the first on: those with attention, and those with another mixer in its place."""
+    depth = (prefix + stack.layer).count(".") + 1
+    held = {".".join(name.split(".", depth)[:depth]) for name in names if name.startswith(prefix)}
+    out: list[str] = []
+    while True:
+        layer = prefix + stack.layer.format(len(out))
+        attention = matching(ATTENTION, names, layer, "the attention")
+        if not attention and not any(layer + mixer in held for mixer in MIXERS):
+            return out
+        out.append(layer)
 
 
 def why_not(names: Collection[str], index: int = 0) -> str:

@@ -67,7 +67,7 @@ class Pair:
     @property
     def matched(self) -> list[tuple[int, int]]:
         """Matched layers of A and B, by the map of the best repaired score, or by relative depth without one."""
-        return matched_layers(self.scores, self.layers, (self.a.geometry.layers, self.b.geometry.layers))
+        return matched_layers(self.scores, self.layers, (self.a, self.b))
 
     @property
     def head_agreement(self) -> int | None:
@@ -124,12 +124,25 @@ class Pair:
 
 
 def matched_layers(
-    scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], depths: tuple[int, int]
+    scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], models: tuple[Weights, Weights]
 ) -> list[tuple[int, int]]:
-    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one."""
+    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one. Layers
+    without attention follow the nearest matched one."""
+    depths = models[0].geometry.layers, models[1].geometry.layers
     names = [name for name in NAMES.values() if name in scores and scores[name].pairs]
     if names:
         best = max(names, key=lambda name: scores[name].score)
         if scores[best].score >= signs.CLEAR:
-            return [(layers[0][i], layers[1][j]) for i, j in scores[best].pairs]
+            return _with_neighbours([(layers[0][i], layers[1][j]) for i, j in scores[best].pairs], models)
     return [(round(j * (depths[0] - 1) / max(depths[1] - 1, 1)), j) for j in range(depths[1])]
+
+
+def _with_neighbours(pairs: list[tuple[int, int]], models: tuple[Weights, Weights]) -> list[tuple[int, int]]:
+    """Pairs of layers with attention, and of those without it that lie as far from a pair in both models."""
+    states = [{*range(w.geometry.layers)} - {*w.keyed} for w in models]
+    found = {*pairs}
+    for i in sorted(states[0]) if all(states) else ():
+        near = min(pairs, key=lambda pair: abs(pair[0] - i))
+        if (j := near[1] + i - near[0]) in states[1]:
+            found.add((i, j))
+    return sorted(found)

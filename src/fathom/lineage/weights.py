@@ -118,6 +118,11 @@ class Weights:
         return [self.origin, *([self.store.adapter.origin] if isinstance(self.store, AdapterStore) else [])]
 
     @property
+    def keyed(self) -> list[int]:
+        """The layers with attention: all, but in a hybrid model."""
+        return [i for i in range(self.geometry.layers) if self.has("q", i)]
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of all tensors in the checkpoint."""
         return sum(info.stop - info.start for info in self.store.tensors.values())
@@ -125,7 +130,7 @@ class Weights:
     def has(self, role: str, layer: int | None = None) -> bool:
         """Whether the model has this role."""
         if self.geometry.latent and role in {"k", "v"}:
-            return layer is not None
+            return ("kv_b", layer) in self.views
         return (role, layer) in self.views or (role == "q" and ("q_b", layer) in self.views)
 
     def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None, expert: int = 0) -> Array:
@@ -305,16 +310,15 @@ def resolve(
     config = _decoder_config(config)
     names = store.tensors
     prefix, stack = layouts.locate(names, str(config.get("model_type", "")))
-    count = 0
-    while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
-        count += 1
+    layers = layouts.stacked(names, prefix, stack)
+    count = len(layers)
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         why = layouts.why_not(names, count)
-        raise ModelError(f"config.json says {said} layers; attention was found in {count}: {why}")
+        raise ModelError(f"config.json says {said} layers; {count} are of a known kind: {why}")
     roles = _Roles(names, config, prefix, stack)
-    for index in range(count):
-        roles.add_layer(prefix + stack.layer.format(index), index)
+    for index, layer in enumerate(layers):
+        roles.add_layer(layer, index)
     used = {view.tensor for view in roles.views.values()}
     inside = (n for n in names if n.startswith(prefix) or n.removesuffix(".bias") in layouts.HEADS)
     extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n)))
@@ -369,7 +373,7 @@ class _Roles:
     ):
         self.names, self.config = names, config
         self.model_type = str(config.get("model_type", ""))
-        self.packing = ""  # of the attention
+        self.packing: str | None = None  # of the attention
         self.views = _ends(names, prefix, stack)
         embed = self.views["embed", None].tensor
         if len(names[embed].shape) != 2:
@@ -409,12 +413,15 @@ class _Roles:
     def add_layer(self, layer: str, index: int) -> None:
         """Add the views of a layer's modules."""
         attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
-        assert attention is not None
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")
         if norms is None and self.model_type not in layouts.UNSCALED:
             raise ModelError(f"{layer.rstrip('.')}: its norms have no known names")
-        self.packing = _packing(attention, self.config)
+        if attention is not None:
+            packing = _packing(attention, self.config)
+            if self.packing is not None and packing != self.packing:
+                raise ModelError(f"{layer.rstrip('.')}: its attention is of another kind than that of layers before")
+            self.packing = packing
         for scheme in (attention, feed_forward, norms):
             if scheme is not None:
                 for role, module in {**scheme.required, **scheme.optional}.items():
@@ -439,6 +446,8 @@ class _Roles:
             pieces: Pieces = {role: None}
             if role == "qkv":
                 pieces = self._cut_qkv(out, module)
+            elif role == "q" and self.latent is None and out == 2 * self.heads * self.head_dim:
+                pieces = self._cut_gate()
             elif kind == "experts" and len(shape) == 3:
                 item, conv1d = 0, self.model_type in layouts.EXPERTS_IN_OUT
                 pieces = self._cut_experts(role, tensor, shape[::-1][:2] if conv1d else shape[1:])
@@ -457,6 +466,15 @@ class _Roles:
         if self.model_type in layouts.EXPERTS_WOVEN:
             return {name: tuple((row, row + 1) for row in range(at, out, 2)) for at, name in enumerate(("gate", "up"))}
         return _halves(out)
+
+    def _cut_gate(self) -> Pieces:
+        """Row ranges of q and of the gate of attention's output, by turns for each head."""
+        dim = self.head_dim
+        starts = {"q": 0, "q_gate": dim}
+        return {
+            role: tuple((2 * h * dim + a, 2 * h * dim + a + dim) for h in range(self.heads))
+            for role, a in starts.items()
+        }
 
     def _cut_qkv(self, out: int, module: str) -> Pieces:
         """Row ranges of q, k and v inside a fused projection."""
@@ -492,9 +510,9 @@ class _Roles:
             norm="layer" if layer_norm else "rms",
             rotary=rotary,
             rotary_dim=0 if rotary == "none" else self.latent[1] if self.latent else turned,
-            qk_norm=("q_norm", 0) in self.views or late_norm,
+            qk_norm=any(role == "q_norm" for role, _ in self.views) or late_norm,
             late_norm=late_norm,
-            post_norm=("post_attn_norm", 0) in self.views,
+            post_norm=any(role == "post_attn_norm" for role, _ in self.views),
             gated=("gate", layers - 1) in self.views,
             tied=("head", None) not in self.views or self.config.get("tie_word_embeddings") is True,
             unit_offset=self.model_type in layouts.UNIT_OFFSET_GAINS,
