@@ -6,14 +6,16 @@
 
 FOLDER holds kvpress, installed without its dependencies beside today's transformers; OLD is an environment with kvpress
 and a transformers below 5.3. Models are tiny, random and in float64, random draws are seeded, and 120 different words
-are read, so that no two keys are equal. kvpress re-rotates the keys that it keeps (`KeyRerotationPress`). Where more
-scores are equal than there are places, either choice is right: the log counts both.
+are read, so that no two keys are equal. The keys that stay keep their positions, as in kvpress, or are rotated to
+consecutive ones (`KeyRerotationPress`). Where more scores are equal than there are places, either choice is right: the
+log counts both.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 from importlib import metadata
 from pathlib import Path
@@ -85,8 +87,9 @@ def counting(method: Any, ties: set[str]) -> Any:
 
 
 @torch.no_grad()
-def logits_of(model: Any, ids: torch.Tensor, press: Any, ours: bool) -> tuple[torch.Tensor, list[str]]:
+def logits_of(model: Any, ids: torch.Tensor, press: Any, moved: bool, ours: bool) -> tuple[torch.Tensor, list[str]]:
     """Logits of seven further tokens, and ties (of ours)."""
+    press = importlib.import_module("kvpress").KeyRerotationPress(press) if moved else press
     question, ties = torch.arange(10, 17).unsqueeze(0), set[str]()
     torch.manual_seed(3)
     if ours:
@@ -95,10 +98,11 @@ def logits_of(model: Any, ids: torch.Tensor, press: Any, ours: bool) -> tuple[to
             cache = model(ids).past_key_values
         return model(question, past_key_values=cache).logits, sorted(ties)
     cache = DynamicCache()
-    with importlib.import_module("kvpress").KeyRerotationPress(press)(model):
+    with press(model):
         model(ids, past_key_values=cache)
     at = torch.arange(7) + cache.get_seq_length()
-    return model(question, past_key_values=cache, position_ids=at[None], cache_position=at).logits, []
+    places = at if moved else torch.arange(7) + ids.shape[1]
+    return model(question, past_key_values=cache, position_ids=places[None], cache_position=at).logits, []
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
@@ -125,9 +129,10 @@ def main() -> None:
     for family in FAMILIES:
         for name, given in PRESSES.items():
             model, ids = model_of(family, "eager" if name == "ObservedAttentionPress" else "sdpa")
-            for removed in REMOVED:
+            for removed, moved in itertools.product(REMOVED, (False, True)):
                 press = getattr(kvpress, name)(compression_ratio=removed, **given)
-                found[family, name, removed] = logits_of(model, ids, press, options.ours is not None)
+                cell = family, name, removed, "moved" if moved else "in place"
+                found[cell] = logits_of(model, ids, press, moved, options.ours is not None)
     versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
     torch.save({"versions": versions, "found": found}, options.ours or options.theirs)
 

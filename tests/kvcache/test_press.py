@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from fathom.kvcache import build_cache, compressed, press
 
@@ -20,6 +21,14 @@ class Norms:
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         return -keys.norm(dim=-1)
+
+
+@dataclass
+class FirstChannel(Norms):
+    """Of rotated keys, so that no two are equal."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return keys[..., 0]
 
 
 @dataclass
@@ -59,12 +68,39 @@ class Whole(Norms):
 
 
 @dataclass
+class Pyramid(Norms):
+    """With budgets of its own, as kvpress's PyramidKVPress."""
+
+    def compress(self, module, hidden_states, keys, values, attentions, kwargs):
+        raise AssertionError("press must not call this")
+
+
+@dataclass
+class Asks(Norms):
+    """Of something that only the model has."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return module.gate_proj(hidden_states)
+
+
+@dataclass
 class Standardised(Norms):
     """Standardised over all that it gets, with random draws, as kvpress's Compactor."""
 
     def score(self, module, hidden_states, keys, values, attentions, kwargs):
         parts = keys.norm(dim=-1), 3 * values.norm(dim=-1), torch.rand(keys.shape[:3])
         return sum((x - x.mean()) / x.std() for x in parts)
+
+
+@dataclass
+class KeyRerotationPress:
+    """kvpress's wrapper, after which entries have consecutive positions."""
+
+    press: Norms
+
+
+def moved(scorer):
+    return press(KeyRerotationPress(scorer))
 
 
 SAME = {"key_norm": Norms, "tova": LastQuery}
@@ -97,10 +133,125 @@ def read(model, method, how, **given):
 def test_a_scorer_is_the_method_that_it_describes(case, method, how):
     model = model_of(case)
     ours = read(model, method, how, ratio=0.5, sinks=0)
-    theirs = read(model, press(SAME[method](0.5)), how)
+    theirs = read(model, moved(SAME[method](0.5)), how)
     assert (theirs - ours).abs().max() < 1e-5
     if how != "rolling":
-        assert (read(model, press(SAME[method](0.7)), how) - ours).abs().max() > 1e-2
+        assert (read(model, moved(SAME[method](0.7)), how) - ours).abs().max() > 1e-2
+
+
+def cut(cache, left):
+    """What kvpress leaves of each layer by the scores of `FirstChannel`: entries as they are."""
+    for layer in cache.layers:
+        best = layer.keys[..., 0].topk(left).indices.sort().values.unsqueeze(-1)
+        layer.keys, layer.values = (
+            x.gather(2, best.expand(-1, -1, -1, x.shape[-1])) for x in (layer.keys, layer.values)
+        )
+
+
+def by_hand(model, pieces, after):
+    """Logits of passes over an ordinary cache that `after` may cut after each of them, at true positions."""
+    cache, seen, out = DynamicCache(), 0, []
+    for number, piece in enumerate(pieces):
+        at = torch.arange(seen, seen := seen + piece.shape[1]).unsqueeze(0)
+        out.append(model(piece, past_key_values=cache, position_ids=at).logits)
+        after(cache, number)
+    return torch.cat(out, 1)
+
+
+@torch.no_grad()
+@pytest.mark.quick("qwen3")
+@pytest.mark.parametrize("case", ["llama", "qwen3"])
+def test_entries_keep_their_positions(case):
+    """As with kvpress, also where entries are rotated by its `KeyRerotationPress` instead."""
+    model, pieces = model_of(case), [tokens(2, 90), tokens(2, 9, seed=8)]
+    right = by_hand(model, pieces, lambda cache, number: number or cut(cache, 45))
+    for method, far in ((press(FirstChannel(0.5)), False), (moved(FirstChannel(0.5)), True)):
+        with compressed(model, method):
+            cache = model(pieces[0]).past_key_values
+        apart = (model(pieces[1], past_key_values=cache).logits - right[:, 90:]).abs().max()
+        assert (apart > 1e-2) if far else (apart < 1e-5)
+    gaps = []
+    for stored in ("int8", "int4"):
+        with compressed(model, press(FirstChannel(0.5)), quantized=stored):
+            cache = model(pieces[0]).past_key_values
+        gaps.append(float((model(pieces[1], past_key_values=cache).logits - right[:, 90:]).abs().max()))
+    assert 0 < gaps[0] < 0.01 < gaps[1] < 0.2
+
+
+@dataclass
+class DecodingPress:
+    """As kvpress names what it is given."""
+
+    base_press: Norms
+    compression_interval: int = 4
+    target_size: int = 30
+    hidden_states_buffer_size: int = 9
+
+
+@dataclass
+class PrefillDecodingPress:
+    """As kvpress names what it is given."""
+
+    prefilling_press: Norms | None
+    decoding_press: DecodingPress | None
+
+
+@torch.no_grad()
+@pytest.mark.quick("0.5")
+@pytest.mark.parametrize("first", [None, 0.0, 0.5])
+def test_compressed_after_every_so_many_passes(first):
+    """A question that is read at once is one pass; padded rows, branches and beams are as alone."""
+    model, ids = model_of("llama"), tokens(2, 63)
+    pieces = ids.split([40, 9, *[1] * 14], 1)
+    scorer = DecodingPress(FirstChannel(0.0))
+    method = press(scorer if first is None else PrefillDecodingPress(FirstChannel(first), scorer))
+
+    def after(cache, number):
+        if number == 0 and first:
+            cut(cache, 20)
+        if number and number % 4 == 0 and cache.layers[0].keys.shape[2] > 30:
+            cut(cache, 30)
+
+    right = by_hand(model, pieces, after)
+    with compressed(model, method):
+        begun = model(pieces[0]).past_key_values
+    cache = begun.branch()
+    found = [model(piece, past_key_values=cache).logits for piece in pieces[1:]]
+    assert (torch.cat(found, 1) - right[:, 40:]).abs().max() < 1e-5
+    assert (cache.entries, cache.seen) == (33, 63)
+    cache = begun.branch()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    swapped = [model(piece.flip(0), past_key_values=cache).logits.flip(0) for piece in pieces[1:]]
+    assert (torch.cat(swapped, 1) - right[:, 40:]).abs().max() < 1e-5
+    mask = torch.ones(2, 40, dtype=torch.long)
+    mask[0, :13] = 0
+    rows = []
+    for given, options in ((ids, dict(attention_mask=mask)), (ids[:1, 13:], {})):
+        with compressed(model, method):
+            end = model(given[:, :-23], **options).past_key_values
+        rows.append(torch.cat([model(one[: len(given)], past_key_values=end).logits[:1] for one in pieces[1:]], 1))
+    assert (rows[0] - rows[1]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_what_a_scorer_sees_while_decoding():
+    """The hidden states of the latest passes, at their true positions; and that layer's projection of values."""
+    seen = []
+
+    @dataclass
+    class Notes(Norms):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            places = kwargs["position_embeddings"][0].shape[1]
+            seen.append((hidden_states.shape[1], places, round(self.compression_ratio * keys.shape[2])))
+            assert module.o_proj.weight.shape == (module.config.hidden_size, 4 * module.head_dim)
+            return super().score(module, hidden_states, keys, values, attentions, kwargs)
+
+    model, method = model_of("llama"), press(DecodingPress(Notes(0.0), 4, 30, 2))
+    with compressed(model, method):
+        cache = model(tokens(1, 40)).past_key_values
+    for length in (9, 1, 1, 1, 31):
+        model(tokens(1, length), past_key_values=cache)
+    assert seen == [(3, 3, 22)] * 3 + [(31, 31, 31)] * 3  # a pass of more than the target is compressed at once
 
 
 @torch.no_grad()
@@ -141,8 +292,32 @@ def test_what_is_no_scorer():
     model = model_of("llama")
     with pytest.raises(ValueError, match="object gives no scores"):
         press(object())
+    with pytest.raises(ValueError, match="Pyramid chooses by more than a score"):
+        press(Pyramid(0.5))
     with pytest.raises(ValueError, match="must lie between 0 and 1, got 0"):
         press(Norms(0.0))
+    decoding = DecodingPress(Norms(0.5))
+    for wrapper in (DecodingPress(object()), PrefillDecodingPress(object(), decoding)):
+        with pytest.raises(ValueError, match="object gives no scores"):
+            press(wrapper)
+    with pytest.raises(ValueError, match="without decoding_press compresses prompts only"):
+        press(PrefillDecodingPress(Norms(0.5), None))
+    with pytest.raises(ValueError, match="counts the tokens after a prompt"):
+        build_cache(model, press(decoding), window=64)
+    with compressed(model, press(decoding), ratio=0.3), pytest.raises(ValueError, match="brings its own sizes"):
+        model(tokens(1, 40))
+    with (
+        compressed(model, press(decoding), quantized="int8"),
+        pytest.raises(ValueError, match="stores entries as they"),
+    ):
+        model(tokens(1, 40))
+    with (
+        pytest.raises(ValueError, match="says that already"),
+        compressed(model, "drop+int8", quantized="int4"),
+    ):
+        pass
+    with compressed(model, press(Asks(0.5))), pytest.raises(ValueError, match="Asks asks a layer for more"):
+        model(tokens(1, 40))
     with pytest.raises(ValueError, match="Whole: only supports prefill"):
         cached(model, tokens(1, 130), build_cache(model, press(Whole(0.5)), window=64))
     glm = model_of("glm")  # rotates neighbours

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -119,7 +120,10 @@ def cache_of(
         if sees is not None:
             return DynamicSlidingWindowLayer(sliding_window=sees)
         mine = method.for_layer(ours.index(i), len(ours))
-        memory = Memory(mine, i) if quantized is None else QuantizedMemory(mine, quantized, i)
+        if mine.memory is not None and quantized is not None:
+            raise ValueError(f"quantized={quantized}: {mine.name} stores entries as they are")
+        kind = cast("type[Memory]", mine.memory or Memory)
+        memory = kind(mine, i) if quantized is None else QuantizedMemory(mine, quantized, i)
         memory.state = state
         return memory
 

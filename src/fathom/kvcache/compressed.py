@@ -28,11 +28,8 @@ from .cache import MemoryCache
 from .method import Method
 from .rope import Rope, refuse
 from .rows import left_padding, real_tokens
-from .schedule import Eager, Once, Schedule
+from .schedule import UNTOUCHED, Eager, Once, Schedule
 from .watch import decoder_of, named, watch
-
-UNTOUCHED = 1 << 40
-"""The window of prompts that are too short to be compressed."""
 
 
 class NothingCompressedWarning(UserWarning):
@@ -47,6 +44,7 @@ def compressed(
     sinks: int | None = None,
     while_decoding: bool = False,
     window: int | None = None,
+    quantized: str | None = None,
     **options: object,
 ) -> Iterator[None]:
     """Compress every prompt that `model` reads into a new cache within the `with` block.
@@ -70,9 +68,10 @@ def compressed(
             compressed once, and the answer's entries are added.
         window: Hold at most so many entries, compressed whenever they are full as in `build_cache`; `ratio` is then a
             share of them.
+        quantized: Store entries as `int8` or `int4`, as in `build_cache`.
         options: Options of the method.
     """
-    made, quantized = found(method)
+    made, quantized = found(method, quantized)
     if window is not None and while_decoding:
         raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
     ratio, sinks = made.own_ratio if ratio is None else ratio, made.own_sinks if sinks is None else sinks
@@ -86,10 +85,7 @@ def compressed(
     def method_for(length: int) -> Method:
         if window is not None:
             return make_method(config, made, window, sinks, ratio, None, **options)
-        left = made.left(length, ratio)
-        if not sinks < left < length:
-            return made(kind.at(UNTOUCHED, sinks, ratio), rope, **options)
-        return made(kind(length, sinks, left - sinks), rope, **options)
+        return made.for_prompt(kind, length, sinks, ratio, rope, **options)
 
     if window is not None:
         method_for(0)  # values that are refused
@@ -141,14 +137,16 @@ def compressed(
         hook.remove()
 
 
-def found(method: str | type[Method]) -> tuple[type[Method], str | None]:
+def found(method: str | type[Method], quantized: str | None) -> tuple[type[Method], str | None]:
     """The class of a method, and how its entries are stored."""
     if not isinstance(method, str):
-        return method, None
-    name, _, quantized = method.partition("+")
+        return method, quantized
+    name, plus, stored = method.partition("+")
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    return METHODS[name], quantized or None
+    if plus and quantized is not None:
+        raise ValueError(f"quantized={quantized}: method '{method}' says that already")
+    return METHODS[name], stored if plus else quantized
 
 
 def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:

@@ -10,7 +10,7 @@ to it. No question is needed, so one compressed context serves many.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -62,7 +62,7 @@ class Reader(DynamicLayer):
         keys.memory = self
         return keys, values
 
-    def observe(self, queries: Tensor) -> None:
+    def observe(self, queries: Tensor, module: nn.Module) -> None:
         """Note the attention of queries `[B, H, q, D]`, rotated and scaled."""
         if self.repeated is None:
             self.scores = self.values.new_zeros(self.values.shape[:3], dtype=torch.float32)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from fathom.models.axes.numerics import widen
@@ -120,13 +120,7 @@ class Memory(CacheLayerMixin):
         """
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if len(key_states) != len(self.keys):
-            raise ValueError(
-                f"the cache holds {len(self.keys)} rows and {len(key_states)} came: for beams, call "
-                "cache.batch_repeat_interleave(num_beams) between prefill and generate"
-            )
+        self._admit(key_states, value_states)
         if self._is_due(length) or self.full:
             self._compress()
         made = self.compressions
@@ -140,6 +134,16 @@ class Memory(CacheLayerMixin):
             self._compress()
         return keys, values
 
+    def _admit(self, keys: Tensor, values: Tensor) -> None:
+        """Start with the first tokens, and refuse another number of rows than they had."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        if len(keys) != len(self.keys):
+            raise ValueError(
+                f"the cache holds {len(self.keys)} rows and {len(keys)} came: for beams, call "
+                "cache.batch_repeat_interleave(num_beams) between prefill and generate"
+            )
+
     def take(self, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Compress a whole prompt that was read elsewhere: keys, values, and what the method needs of the queries."""
         self.lazy_initialization(keys, values)
@@ -148,14 +152,14 @@ class Memory(CacheLayerMixin):
         self._append(keys, values)
         self._compress()
 
-    def observe(self, queries: Tensor) -> None:
-        """Show the method the queries `[B, H, q, D]` of the last tokens, if it needs them."""
+    def observe(self, queries: Tensor, module: nn.Module | None = None) -> None:
+        """Show the method the queries `[B, H, q, D]` of the last tokens, and their layer, if it needs them."""
         if self.schedule.ended(self.seen) and not self.full:
             return
         start = (self.schedule.window if self.full else self.entries) - queries.shape[2]
         self.queries = self.method.note(self.queries, queries.detach(), start, self.rotation).clone()
         if self.full:
-            self._compress()
+            self._compress(module)
 
     def _is_due(self, length: int) -> bool:
         return not self.schedule.eager and length > 0 and self.schedule.compressions(self.seen + 1) > self.compressions
@@ -163,22 +167,22 @@ class Memory(CacheLayerMixin):
     @property
     def wears(self) -> bool:
         """Whether keys would wear down by the rotations of the compressions to come."""
-        rotates = self.bares and isinstance(self.rotation, Turn) and self.dtype.itemsize <= 2
+        rotates = self.bares and self.method.moves and isinstance(self.rotation, Turn) and self.dtype.itemsize <= 2
         return rotates and not self.schedule.ended(self.seen)
 
-    def _compress(self) -> None:
-        keys, values = self._compressed(*self._read())
+    def _compress(self, module: nn.Module | None = None) -> None:
+        keys, values = self._compressed(*self._read(), module)
         self.bare = self.wears
         self._replace(keys, values)
         self.queries, self.full = None, False
 
-    def _compressed(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def _compressed(self, keys: Tensor, values: Tensor, module: nn.Module | None = None) -> tuple[Tensor, Tensor]:
         made, first = self.compressions - self.full, self.first
         if first is None:
             sinks = keys[:, :, : self.schedule.sinks]  # copied, since a view would keep the whole window in memory
-            first = self.rotation.turn(sinks, -made * self.schedule.freed, 0) if self.bare else sinks.clone()
+            first = self.rotation.turn(sinks, -self.method.moved(made), 0) if self.bare else sinks.clone()
         self.first = None if self.wears or self.schedule.ended(self.seen) else first
-        return self.method.compress(Held(keys, values, self.queries, self.rotation), first, made)
+        return self.method.compress(Held(keys, values, self.queries, self.rotation, module), first, made)
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)

@@ -9,16 +9,17 @@ and are cast once. Selected entries are rotated once, by the distance that they 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
 
 from fathom.models.axes.numerics import widen
 
 from .rope import Rope, Still
-from .schedule import RATIO, SINKS, Schedule, share
+from .schedule import RATIO, SINKS, UNTOUCHED, Schedule, share
 
 UNSEEN = (
     "this method needs the queries, which were not seen: the cache was built from another model than the one that is "
@@ -40,10 +41,14 @@ class Held:
     H, w, D]`, rotated and scaled. None for a method without queries."""
     rotation: Still | None = None
     """How this layer rotates keys; None means like the model's first layer."""
+    module: nn.Module | None = None
+    """The attention layer, for a method with queries."""
+    start: int = 0
+    """The position of entry 0, if the last entry has its own."""
 
     def wide(self) -> Held:
         """In float32 at least."""
-        return Held(widen(self.keys), widen(self.values), self.queries, self.rotation)
+        return replace(self, keys=widen(self.keys), values=widen(self.values))
 
     def attention(self) -> Tensor:
         """The attention weights of the observed queries, `[B, H_kv, G, w, N]`; G query heads share a key head."""
@@ -72,6 +77,10 @@ class Method(ABC):
     """The share that a compression leaves by default."""
     own_sinks: ClassVar[int] = SINKS
     """The first entries that are never compressed by default."""
+    moves: bool = True
+    """Whether entries get consecutive positions after a compression; otherwise they keep those of their tokens."""
+    memory: ClassVar[type[CacheLayerMixin] | None] = None
+    """The class of its memories, if they are special."""
     place: tuple[int, int] = (0, 1)
     """The layer of a method with a budget for each, and the number of such layers."""
     observed: int = 0
@@ -91,9 +100,23 @@ class Method(ABC):
         """The entries that `ratio` leaves of a prompt."""
         return share(length, ratio)
 
+    @classmethod
+    def for_prompt(
+        cls, kind: type[Schedule], length: int, sinks: int, ratio: float, rope: Rope, **options: object
+    ) -> Method:
+        """The method for a prompt of `length` tokens; its window is out of reach if no token would go."""
+        left = cls.left(length, ratio)
+        if not sinks < left < length:
+            return cls(kind.at(UNTOUCHED, sinks, ratio), rope, **options)
+        return cls(kind(length, sinks, left - sinks), rope, **options)
+
     def for_layer(self, layer: int, layers: int) -> Method:
         """The method of one of the layers that are compressed; by default the same for all."""
         return self
+
+    def moved(self, compressions: int) -> int:
+        """The positions by which so many compressions move the sinks."""
+        return self.schedule.freed * compressions if self.moves else 0
 
     def rotation(self, held: Held) -> Still:
         """How the layer rotates its keys."""
@@ -128,7 +151,7 @@ class Method(ABC):
         keys, values = held.keys, held.values
         with torch.autocast(keys.device.type, enabled=False):  # it would cast the matrix to half precision
             rest, rest_values = self.condense(held.wide())
-            moved = self.rotation(held).turn(widen(first), self.schedule.freed * (compressions + 1), 0)
+            moved = self.rotation(held).turn(widen(first), self.moved(compressions + 1), 0)
         sinks = values[:, :, : self.schedule.sinks]
         return torch.cat([moved.to(keys.dtype), rest.to(keys.dtype)], dim=2), torch.cat(
             [sinks, rest_values.to(values.dtype)], dim=2
@@ -167,13 +190,15 @@ class Selection(Method):
         """Scores `[B, H_kv, N]`; those of the sinks are ignored."""
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """The selected entries, moved to their new positions."""
+        """The selected entries, moved to their new positions if they move."""
         sinks, freed = self.schedule.sinks, self.schedule.freed
         with torch.no_grad():
             chosen = self.choose(self.scores(held)[..., sinks:])  # [B, H_kv, L]
         heads, n = held.keys.shape[:2].numel(), held.keys.shape[2]
         rows = (torch.arange(heads, device=chosen.device).unsqueeze(1) * n + sinks + chosen.flatten(0, 1)).flatten()
         keys, values = (x.flatten(0, 2).index_select(0, rows).view(*chosen.shape, -1) for x in (held.keys, held.values))
+        if not self.moves:
+            return keys, values
         moves = torch.arange(self.schedule.kept, device=chosen.device) + freed - chosen
         return self.rotation(held).turn_each(keys, moves, 0, freed), values
 

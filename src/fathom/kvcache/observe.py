@@ -65,5 +65,5 @@ def _observed(
         attention_mask = fitted(attention_mask, key)
     memory = vars(key).pop("memory", None)  # once: later layers that share these keys have queries of their own
     if memory is not None:
-        memory.observe(query * scaling)
+        memory.observe(query * scaling, module)
     return backend(name, module)(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)

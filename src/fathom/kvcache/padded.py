@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .memory import Memory
 from .method import Method
@@ -90,12 +90,12 @@ class Padded(Memory):
             keys.memory, keys.lengths = self, self.lengths(0)  # type: ignore[attr-defined]  # see observe.py
         return keys, values
 
-    def observe(self, queries: Tensor) -> None:
+    def observe(self, queries: Tensor, module: nn.Module | None = None) -> None:
         """Show each row's memory the queries `[B, H, q, D]` that are no padding."""
         for pad, memory in self.memories.items():
             count = min(queries.shape[2], self.seen - pad)
             if count > 0:
-                memory.observe(queries[self._rows(pad), :, -count:])
+                memory.observe(queries[self._rows(pad), :, -count:], module)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""

@@ -8,6 +8,7 @@ projections take them apart again. So a scorer reads what the layer has computed
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 
 from fathom.models.axes.numerics import widen
 
-from .method import UNSEEN, Held, Selection
+from .method import UNSEEN, Held, Method, Selection
+from .paced import Paced, PacedMemory
 from .rope import Rope, Still, Turn
-from .schedule import Once, Schedule
+from .schedule import UNTOUCHED, Once, Schedule
 
 
 class StandIn(nn.Module):
@@ -28,9 +30,10 @@ class StandIn(nn.Module):
         heads: The number of query heads.
         like: Keys `[B, H_kv, N, D]`.
         rotation: How the layer rotates keys.
+        module: The layer itself, for what it projects values by.
     """
 
-    def __init__(self, heads: int, like: Tensor, rotation: Still) -> None:
+    def __init__(self, heads: int, like: Tensor, rotation: Still, module: nn.Module | None = None) -> None:
         super().__init__()
         self.num_key_value_heads, self.head_dim = like.shape[1], like.shape[3]
         self.num_key_value_groups = heads // self.num_key_value_heads
@@ -38,6 +41,8 @@ class StandIn(nn.Module):
             num_attention_heads=heads, num_key_value_heads=self.num_key_value_heads, head_dim=self.head_dim
         )
         self.scaling, self.rotation = self.head_dim**-0.5, rotation
+        if isinstance(output := getattr(module, "o_proj", None), nn.Linear):
+            self.o_proj, self.config.hidden_size = output, output.out_features
 
     def q_proj(self, hidden: Tensor) -> Tensor:
         """The queries, `[B, T, H · D]`."""
@@ -76,6 +81,10 @@ class Press(Selection):
         bare = rotation.turn(widen(queries), -start, -1)
         return bare if known is None else torch.cat([known, bare], dim=2)
 
+    def goes(self, n: int) -> float | None:
+        """The share of `n` entries that goes; None if it is the scorer's own."""
+        return None if isinstance(self.schedule, Once) else 1 - self.schedule.kept / n
+
     def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`. After the first compression a scorer sees the hidden states of the new tokens only.
 
@@ -84,7 +93,7 @@ class Press(Selection):
         if held.queries is None:
             raise ValueError(UNSEEN)
         alone = zip(held.keys.split(1), held.values.split(1), held.queries.split(1), strict=True)
-        first, *others = (Held(*row, held.rotation) for row in alone)
+        first, *others = (replace(held, keys=k, values=v, queries=q) for k, v, q in alone)
         found = []
         for one in others:
             with torch.random.fork_rng([held.keys.device] if held.keys.is_cuda else []):
@@ -101,23 +110,59 @@ class Press(Selection):
             )
         queries = held.queries.to(held.keys.dtype) * size**0.5  # scorers divide by √D themselves
         start = n - queries.shape[2]
-        bare = rotation.turn(held.keys, 0, -1)[:, :, start:]
+        bare = rotation.turn(held.keys[:, :, start:], -start - held.start, -1)
         hidden = torch.cat([x.transpose(1, 2).flatten(2) for x in (queries, bare)], dim=-1)  # [B, T, (H + H_kv) · D]
-        layer = StandIn(queries.shape[1], held.keys, rotation)
-        places = torch.arange(start, n, device=hidden.device).unsqueeze(0)
+        layer = StandIn(queries.shape[1], held.keys, rotation, held.module)
+        places = torch.arange(start, n, device=hidden.device).unsqueeze(0) + held.start
         kwargs = {"position_embeddings": layer.rotary_emb(held.keys, places)}
         scorer = copy.copy(self.scorer)
-        if not isinstance(self.schedule, Once):
-            scorer.compression_ratio = 1 - self.schedule.kept / n
+        if self.goes(n) is not None:
+            scorer.compression_ratio = self.goes(n)
         given = layer, hidden, held.keys, held.values
         try:
             found: Tensor = scorer.score(*given, None, kwargs)
+        except (AttributeError, NotImplementedError) as error:
+            raise ValueError(
+                f"{self.name} asks a layer for more than queries, keys, values and o_proj: {error}"
+            ) from error
         except AssertionError as error:
             if "eager" not in str(error):
                 raise ValueError(f"{self.name}: {str(error) or 'this scorer takes other inputs'}") from error
-            rotated = Held(held.keys, held.values, rotation.turn(held.queries, start), rotation)
+            rotated = replace(held, queries=rotation.turn(held.queries, start + held.start))
             found = scorer.score(*given, rotated.attention().flatten(1, 2), kwargs)
         return found
+
+
+class PacedPress(Press, Paced):
+    """A scorer of kvpress that compresses while decoding: a `DecodingPress`, also behind a press for the prompt."""
+
+    moves, memory = False, PacedMemory
+    prefilling: type[Press] | None
+    """The class of `first`."""
+
+    def __init__(self, schedule: Schedule, rope: Rope, prompt: int | None = None, first: Method | None = None) -> None:
+        super().__init__(schedule, rope)
+        if prompt is None:
+            raise ValueError(f"{self.name} counts the tokens after a prompt: use compressed(model, press(…))")
+        self.prompt, self.first = prompt, first
+
+    @classmethod
+    def for_prompt(
+        cls, kind: type[Schedule], length: int, sinks: int, ratio: float, rope: Rope, **options: object
+    ) -> Method:
+        """The method for a prompt of `length` tokens."""
+        if kind is not Once or sinks or ratio != cls.own_ratio or options:
+            raise ValueError(f"{cls.name} brings its own sizes: leave ratio, sinks, while_decoding and options out")
+        own, first = cls.prefilling, None
+        if own is not None:
+            first = own.for_prompt(Once, length, 0, own.own_ratio, rope)
+        if first is not None and first.schedule.window == UNTOUCHED:
+            first = None
+        return cls(Once(max(length, cls.target + 1), 0, cls.target), rope, length, first)
+
+    def goes(self, n: int) -> float:
+        """The share of `n` entries that goes."""
+        return 1 - self.target / n
 
 
 def press(scorer: object) -> type[Press]:
@@ -126,16 +171,55 @@ def press(scorer: object) -> type[Press]:
         with compressed(model, press(SnapKVPress(compression_ratio=0.5))):
             model.generate(ids)
 
-    A prompt keeps as many entries as with kvpress, at consecutive positions, as in kvpress's `KeyRerotationPress`. The
-    scorer protects its own first entries, so `sinks` is 0 by default.
+    As with kvpress, a prompt keeps so many entries, and each keeps its position; `KeyRerotationPress` around a scorer
+    gives them consecutive ones. The scorer protects its own first entries, so `sinks` is 0 by default. A
+    `DecodingPress`, and a `PrefillDecodingPress`, count forward passes as kvpress does, and are for `compressed`.
 
     Args:
-        scorer: A `ScorerPress` of kvpress 0.5, or any object with its `score` and `compression_ratio`.
+        scorer: A `ScorerPress` of kvpress 0.5, one of these three around it, or any object with `score` and
+            `compression_ratio`.
     """
-    ratio = getattr(scorer, "compression_ratio", None)
-    if not callable(getattr(scorer, "score", None)) or not isinstance(ratio, float | int):
-        raise ValueError(f"{type(scorer).__name__} gives no scores: press takes a ScorerPress of kvpress")
+    name = type(scorer).__name__
+    given: dict[str, Any] = vars(scorer) if hasattr(scorer, "__dict__") else {}
+    if name == "PrefillDecodingPress":
+        return paced(name, given["decoding_press"], given["prefilling_press"])
+    if name == "DecodingPress":
+        return paced(name, scorer, None)
+    moves = name == "KeyRerotationPress"
+    one = given["press"] if moves else scorer
+    ratio = ratio_of(one)
     if not 0 < ratio < 1:
         raise ValueError(f"compression_ratio must lie between 0 and 1, got {ratio}: it is the share that goes")
-    name = type(scorer).__name__
-    return type(name, (Press,), {"name": name, "scorer": scorer, "own_ratio": 1 - ratio, "__doc__": Press.__doc__})
+    name = type(one).__name__
+    return type(
+        name, (Press,), {"name": name, "scorer": one, "own_ratio": 1 - ratio, "moves": moves, "__doc__": Press.__doc__}
+    )
+
+
+def ratio_of(scorer: Any) -> float:
+    """The share that goes; ValueError for what chooses otherwise than by scores."""
+    name, compress = type(scorer).__name__, getattr(type(scorer), "compress", None)
+    if not callable(getattr(scorer, "score", None)):
+        raise ValueError(f"{name} gives no scores: press takes a ScorerPress of kvpress")
+    if compress is not None and compress.__qualname__ != "ScorerPress.compress":
+        raise ValueError(f"{name} chooses by more than a score for each entry: press takes what only scores")
+    ratio = getattr(scorer, "compression_ratio", None)
+    if not isinstance(ratio, float | int):
+        raise ValueError(f"{name} has no compression_ratio: press takes a ScorerPress of kvpress")
+    return ratio
+
+
+def paced(name: str, decoding: Any, prefilling: Any) -> type[PacedPress]:
+    """The method of a `DecodingPress`, after a press for the prompt that may leave all of it."""
+    if decoding is None:
+        raise ValueError(f"{name} without decoding_press compresses prompts only: give press its prefilling_press")
+    ratio_of(decoding.base_press)
+    whole = prefilling is None or getattr(prefilling, "compression_ratio", None) == 0
+    own = {
+        "scorer": decoding.base_press,
+        "interval": decoding.compression_interval,
+        "target": decoding.target_size,
+        "buffer": decoding.hidden_states_buffer_size,
+        "prefilling": None if whole else press(prefilling),
+    }
+    return type(name, (PacedPress,), {"name": name, "__doc__": PacedPress.__doc__, **own})

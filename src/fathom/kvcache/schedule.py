@@ -19,6 +19,8 @@ SINKS = 4
 """First entries that are kept by default."""
 RATIO = 0.5
 """The default share that a compression leaves."""
+UNTOUCHED = 1 << 40
+"""The window of prompts that are too short to be compressed."""
 LARGEST_MASK = 1 << 22
 """Most queries × keys of a mask; beyond that, prompts are read in smaller chunks, and training does without a mask."""
 
