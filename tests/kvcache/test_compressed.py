@@ -128,6 +128,14 @@ def test_a_caller_fills_a_cache(model):
     assert (model(question, past_key_values=own).logits - model(question, past_key_values=plain).logits).abs().max() > 0
 
 
+@pytest.mark.slow
+def test_a_cache_that_is_not_filled_is_seen(model, monkeypatch):
+    """The control of the test above."""
+    monkeypatch.setattr(MemoryCache, "take_over", lambda self, own: None)
+    with pytest.raises(ValueError, match="were read without compression"):
+        test_a_caller_fills_a_cache(model)
+
+
 @torch.no_grad()
 def test_a_cache_that_was_reset_takes_another_prompt(model):
     own = DynamicCache()

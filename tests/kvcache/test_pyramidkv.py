@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fathom.kvcache import PyramidKV, build_cache, cache_bytes, compressed
+from fathom.kvcache import PyramidKV, build_cache, cache_bytes, compressed, observe
+from fathom.kvcache.observe import fitted
 from fathom.kvcache.rope import Rope
 from fathom.kvcache.schedule import Once
 
@@ -50,28 +51,60 @@ def test_each_layer_keeps_the_entries_of_its_budget():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["llama", "gpt_oss", "loop"])
-def test_layers_of_different_lengths_under_one_mask(case):
-    """Several tokens at once are those one by one, and a padded row is what it is alone."""
-    model, ids, question = model_of(case), tokens(2, T), tokens(2, 9, seed=4)
-    with compressed(model, PyramidKV, **GIVEN):
-        cache = model(ids).past_key_values
-    together = model(question, past_key_values=cache.branch()).logits
-    assert (together - cached(model, question, cache.branch(), 1)).abs().max() < 1e-4
-    mask = torch.ones(2, T, dtype=torch.long)
+def differences(model, question):
+    """Several tokens at once beside those one by one, and a padded row beside itself alone, by tokens a pass."""
+    ids, mask = tokens(2, T), torch.ones(2, T, dtype=torch.long)
     mask[0, :13] = 0
     with compressed(model, PyramidKV, **GIVEN):
+        cache = model(ids).past_key_values
         padded = model(ids, attention_mask=mask).past_key_values
         alone = model(ids[:1, 13:]).past_key_values
+    together = model(question, past_key_values=cache.branch()).logits
+    yield together - cached(model, question, cache.branch(), 1)
     for size in (9, 1):
         together = cached(model, question, padded.branch(), size)[:1]
-        assert (together - cached(model, question[:1], alone.branch(), size)).abs().max() < 1e-4
+        yield together - cached(model, question[:1], alone.branch(), size)
+
+
+@torch.no_grad()
+@pytest.mark.quick("llama")
+@pytest.mark.parametrize("case", ["llama", "gpt_oss", "loop"])
+def test_layers_of_different_lengths_under_one_mask(case):
+    model, question = model_of(case), tokens(2, 9, seed=4)
+    assert max(apart.abs().max() for apart in differences(model, question)) < 1e-4
+    with compressed(model, PyramidKV, **GIVEN):
+        cache = model(tokens(2, T)).past_key_values
     with compressed(model, "snapkv", **GIVEN):
-        even = model(ids).past_key_values
+        even = model(tokens(2, T)).past_key_values
     assert cache_bytes(even) == cache_bytes(cache)
     assert (
         model(question, past_key_values=even).logits - model(question, past_key_values=cache).logits
     ).abs().max() > 1e-2
+
+
+def from_the_left(mask, key):
+    return mask[..., : key.shape[2]]
+
+
+def without_padding(mask, key):
+    return mask[..., mask.shape[-1] - key.shape[2] :]
+
+
+def padding_on_the_right(mask, key):
+    right = fitted(mask, key)
+    lengths = vars(key).get("lengths")
+    return right if lengths is None else right.flip(-1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "seen"), [(from_the_left, (0, 1, 2)), (without_padding, (1, 2)), (padding_on_the_right, (1, 2))]
+)
+def test_faulty_masks_are_seen(fault, seen, monkeypatch):
+    """Each of them in the comparisons that it concerns."""
+    monkeypatch.setattr(observe, "fitted", fault)
+    found = [float(apart.abs().max()) for apart in differences(model_of("llama"), tokens(2, 9, seed=4))]
+    assert all((found[place] > 1e-2) == (place in seen) for place in range(3)), found
 
 
 def test_what_is_refused():
