@@ -73,6 +73,38 @@ def test_a_shared_story_is_no_question() -> None:
     assert {hit.item for hit in hits(items, around(changed(words, 46, "very")))} == {1}
 
 
+def siblings() -> list[Item]:
+    """Three items of a story: each asks how it goes on, as HellaSwag does, and the next begins with that."""
+    return [
+        Item(str(n), " ".join(WORDS[:end]), ("zq zr zs zt", gold := " ".join(WORDS[end : end + 14])), 1, gold)
+        for n, end in enumerate((14, 28, 42))
+    ]
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_a_damaged_question_of_a_shared_scenario_is_found_with_its_answer(number: int) -> None:
+    """Wherever the damage is; and no item that the text does not hold with its answer is named."""
+    items = siblings()
+    words, gold = items[number].stem.split(), items[number].gold
+    damages = [(at, new, lost) for at in range(2, len(words), 5) for new, lost in ((["very"], 0), ([], 1), (["zq"], 0))]
+    for at, new, lost in damages:
+        damaged = changed(words, at, *new, lost=lost)
+        for text in (f"{damaged} {gold}", f"{damaged}\nAnswer: (b) {gold}"):
+            named = {hit.item for hit in hits(items, around(text))}
+            assert number in named and max(named) == number, (at, new, lost)
+        assert number not in {hit.item for hit in hits(items, around(f"{damaged} {items[number].choices[0]}"))}
+    misread = " ".join(word.replace("e", "c") if at % 5 == 0 else word for at, word in enumerate(gold.split()))
+    assert number in {hit.item for hit in hits(items, around(f"{changed(words, 5, lost=1)} {misread}"))}
+
+
+def test_a_story_of_many_questions_is_a_template() -> None:
+    """Beyond a few questions, words in common lead to none; the words of one question alone still do."""
+    ends = [" ".join(WORDS[100 + 9 * n :][:9]) for n in range(5)]
+    items = [Item(str(n), " ".join(WORDS[:20]), (end, "zq"), 0, end) for n, end in enumerate(ends)]
+    text = around(f"{changed(items[0].stem.split(), 10, 'very')} {items[0].gold}")
+    assert not hits(items, text) and {hit.item for hit in hits(items[:4], text)} == {0}
+
+
 def test_nothing_is_near_in_generated_prose() -> None:
     items = [Item(str(n), PROSE.sentence(16)) for n in range(200)]
     assert not hits(items, "\n".join(PROSE.document(300) for _ in range(10)))

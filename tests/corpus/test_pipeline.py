@@ -431,6 +431,20 @@ def test_the_card_names_the_languages_that_were_dropped(tmp_path: Path, tokenize
     assert report.stages["clean"].counts["kept"] == 2
 
 
+def test_languages_need_no_lists_where_no_stop_words_are_counted(
+    tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "justext" else name)
+    monkeypatch.setattr("fathom.corpus.clean.language_of", lambda text: "de")
+    write(tmp_path / "de.txt", PARAGRAPHS["de"])
+    values = recipe_values({"a": [tmp_path / "de.txt"]}, tokenize={"tokenizer": tokenizer})
+    off = dict.fromkeys(("min_words", "max_word_length"), None) | {"languages": ["de"]}
+    with pytest.raises(DataError, match="languages needs justext"):
+        build(parse_corpus_recipe(values | {"filter": off}), tmp_path / "out")
+    report = build(parse_corpus_recipe(values | {"filter": {**off, "min_stop_words": None}}), tmp_path / "out")
+    assert report.stages["clean"].counts["kept"] == 1
+
+
 def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of a cluster takes longer to start than they take; large ones go to it. A document in German is dropped,
     and the card says for what."""

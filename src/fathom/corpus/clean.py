@@ -53,9 +53,11 @@ class Clean(Stage):
 
     def tasks(self) -> list[Task]:
         """The tasks, once the earlier stages are finished."""
-        wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
-        for package in ("py3langid", "justext") if wanted else ():
-            if importlib.util.find_spec(package) is None:
+        filters = map(self.recipe.filter_of, self.recipe.collections)
+        judged = [one for one in filters if one.languages]
+        listed = [one for one in judged if one.min_stop_words is not None]
+        for package, wanted in (("py3langid", judged), ("justext", listed)):
+            if wanted and importlib.util.find_spec(package) is None:
                 raise DataError(f"filter.languages needs {package}: {to_install('corpus')}")
         found = []
         for entry, parts in self.workspace.parts_by_task("ingest"):

@@ -31,7 +31,7 @@ class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
-    version = 7
+    version = 8
     uses = ("decontaminate.words", "decontaminate.whole", "decontaminate.shortest")
 
     def tasks(self) -> list[Task]:
@@ -80,7 +80,7 @@ class Contamination(Stage):
     """One task for each file of documents: the action for each document that contains an item, and the reason."""
 
     name = "contamination"
-    version = 7
+    version = 8
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""

@@ -29,7 +29,7 @@ from fathom.corpus import near
 from fathom.corpus.benchmarks import Item, filled, plain, plain_all
 from fathom.corpus.folding import Folded, bare, folded, rejoined
 from fathom.corpus.recipe import Decontaminate
-from fathom.corpus.words import Numbers, Words, lower, run_numbers, words_of
+from fathom.corpus.words import Numbers, Words, run_numbers, words_of
 
 RUN, WHOLE, ANSWERED, FILLED = range(4)
 """A run of the question's own; all of a question; a question with its answer; one with its blank filled in."""
@@ -58,7 +58,7 @@ PREFIX = re.compile(r"\s*([^\n:.?!]{1,40}):\s+")
 SUFFIX = re.compile(r"(?:(?<=[.?!])\s+|\s*\n\s*)([^\n:.?!]{1,40}):\s*\Z")
 FARTHEST = 1000
 """Words after a question among which its answer is looked for."""
-LARGEST_SIEVE = 23
+LARGEST_SIEVE, OTHER_BITS = 23, np.uint64(32)
 
 Index = dict[str, np.ndarray]
 Key = TypeVar("Key", bound=Hashable)
@@ -277,18 +277,24 @@ class Matcher:
         found: Sequence[set[tuple[int, Hit]]],
     ) -> None:
         """Add passages that are nearly an item which a text does not hold whole."""
-        whole = {(text, benchmark, hit.item) for text, hits in enumerate(found) for benchmark, hit in hits}
-        for text, benchmark, question, place, at in self._near.pairs(words, *seeds):
-            asked = self._near.asked(benchmark, question)
-            if (text, benchmark, asked.item) in whole:
+        done = {(text, benchmark, hit.item) for text, hits in enumerate(found) for benchmark, hit in hits}
+        for pair in self._near.pairs(words, *seeds):
+            text, benchmark, asked = pair.text, pair.benchmark, self._near.asked(pair.benchmark, pair.question)
+            if (text, benchmark, asked.item) in done:
                 continue
-            low = max(at - near.WINDOW, int(words.bounds[text]))
-            high = min(at + near.WINDOW, int(words.bounds[text + 1]))
-            starts, ends = words.starts[low:high].tolist(), words.ends[low:high].tolist()
-            said = [lower(texts[text].text[a:b]) for a, b in zip(starts, ends, strict=True)]
-            if span := self._near.span(asked, place, said, at - low):
-                first, last = starts[span[0]], ends[span[1] - 1]
-                found[text].add((benchmark, Hit(asked.item, *texts[text].span(first, last))))
+            bounds = int(words.bounds[text]), int(words.bounds[text + 1])
+            said = near.Said(texts[text].text, words.starts, words.ends, bounds)
+            if not (span := self._near.span(asked, pair, said)):
+                continue
+            first, last = span
+            if pair.shared:
+                ahead, after = _beside(words, first, last, self._wanted[benchmark][asked.item])
+                after = after or self._near.answer(benchmark, asked.item, said, last)
+                if not ahead + after:
+                    continue
+                first, last = first - ahead, last + after
+            characters = texts[text].span(int(words.starts[first]), int(words.ends[last - 1]))
+            found[text].add((benchmark, Hit(asked.item, *characters)))
 
     def _passage(
         self,
@@ -301,7 +307,7 @@ class Matcher:
         """The characters of a passage that leaks an item, if the words around a known run match."""
         (benchmark, item, kind), (begin, at, length) = what, where
         low, high = int(words.bounds[text]), int(words.bounds[text + 1])
-        end, after, ahead = begin + length, 0, 0
+        end, beside = begin + length, (0, 0)
         if kind != RUN:
             wanted = self._wanted[benchmark][item]
             sequence = wanted.filled if kind == FILLED else wanted.stem
@@ -309,17 +315,12 @@ class Matcher:
             end = begin + len(sequence)
             if begin < low or end > high or words.numbers[begin:end].tolist() != sequence:
                 return None
-            if kind == ANSWERED:
-                after = answer_end(words.numbers[end : min(end + FARTHEST, high)].tolist(), wanted)
-                if not after:
-                    before = words.numbers[max(begin - FARTHEST, low) : begin].tolist()
-                    ahead = answer_end(before[::-1], wanted.reversed())
-                    if not ahead:
-                        return None
+            if kind == ANSWERED and not sum(beside := _beside(words, begin, end, wanted)):
+                return None
         asked = texts[text].text[int(words.starts[begin]) : int(words.ends[end - 1])]
         if not self._holds(benchmark, item, plain(asked)):  # numbers of different runs can collide
             return None
-        return int(words.starts[begin - ahead]), int(words.ends[end + after - 1])
+        return int(words.starts[begin - beside[0]]), int(words.ends[end + beside[1] - 1])
 
     @functools.cached_property
     def _wanted(self) -> list[list[Wanted]]:
@@ -345,6 +346,15 @@ class Matcher:
         if key not in met:
             met[key] = [f" {plain(folded(text).text)} " for text in self._asked[benchmark][item]]
         return any(f" {passage} " in text for text in met[key])
+
+
+def _beside(words: Words, begin: int, end: int, wanted: Wanted) -> tuple[int, int]:
+    """How many words before a question its answer begins, and how many after it the answer ends; 0 if it does not."""
+    text = int(np.searchsorted(words.bounds, begin, "right"))
+    low, high = max(begin - FARTHEST, int(words.bounds[text - 1])), min(end + FARTHEST, int(words.bounds[text]))
+    if after := answer_end(words.numbers[end:high].tolist(), wanted):
+        return 0, after
+    return answer_end(words.numbers[low:begin].tolist()[::-1], wanted.reversed()), 0
 
 
 def answer_end(after: Sequence[int], wanted: Wanted) -> int:
@@ -410,7 +420,8 @@ def _known(
     runs: Numbers, places: NDArray[np.int64], known: Numbers, sieve: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], ...]:
     """Positions of the runs that occur in the sorted known runs, with each one's range there."""
-    maybe = np.flatnonzero(sieve[_low(runs, len(sieve))])
+    maybe = np.flatnonzero(sieve[0][_low(runs, sieve.shape[1])])
+    maybe = maybe[sieve[1][_low(runs[maybe] >> OTHER_BITS, sieve.shape[1])]]
     first, last = (np.searchsorted(known, runs[maybe], side) for side in ("left", "right"))
     real = np.flatnonzero(last > first)
     return places[maybe[real]], first[real], last[real]
@@ -430,8 +441,10 @@ def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.i
 
 
 def _sieve(known: Numbers) -> NDArray[np.bool_]:
-    sieve = np.zeros(1 << min(max((8 * len(known)).bit_length(), 16), LARGEST_SIEVE), np.bool_)
-    sieve[_low(known, len(sieve))] = True
+    """For two parts of a number: the values that the known ones have there."""
+    sieve = np.zeros((2, 1 << min(max((8 * len(known)).bit_length(), 16), LARGEST_SIEVE)), np.bool_)
+    for part, numbers in zip(sieve, (known, known >> OTHER_BITS), strict=True):
+        part[_low(numbers, len(part))] = True
     return sieve
 
 

@@ -4,28 +4,30 @@ Seeds are runs of four words that one question alone has. Where two of a questio
 question, eight words in all or five in a row, the rest is aligned word by word to both sides. Words match if few of
 their letters differ. A word of one side alone is passed over, seldom; another word in the place of one never is, since
 that is another question of the same pattern.
+
+A few questions may share a scenario. Seeds that stand only in it lead to each of them, but the scenario is nobody's
+question: to the end of the question the text must agree, and the question's answer must follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, filled, plain_all
+from fathom.corpus.benchmarks import Item, filled, plain, plain_all
 from fathom.corpus.folding import folded
-from fathom.corpus.words import Words, words_of
+from fathom.corpus.words import Numbers, Words, lower, words_of
 
 SEED = 4
 LEAST = 8
 """Words of the shortest question that is searched for."""
 REACH = 24
 """Words of a longer question, or of its passage, that must stand in the text."""
-WINDOW = 2 * REACH
-"""Words of a text that are read on either side of a seed."""
 APART, DRIFT = 64, 3
 """Words between two seeds, and by how many more or fewer in the text."""
 PASSED = 16
@@ -34,6 +36,10 @@ ALIKE = 0.35
 """The largest share of words that are not equal but alike."""
 EDGE = 16
 """Words of the shortest question whose first or last word may be missing."""
+SHARED, SCENARIO = 4, 8
+"""The most questions that share a scenario, and the words in a row that they share at least."""
+ANSWER = 8
+"""Words of a longer answer that must follow a question of a shared scenario."""
 KEPT = frozenset(["not", "never", "no", "none", "nothing", "neither", "nor", "except", "without"])
 """Words that nothing is like, and that are never passed over."""
 
@@ -45,8 +51,8 @@ class Asked(NamedTuple):
     words: list[str]
 
 
-def questions(items: Sequence[Item]) -> tuple[list[Asked], Words]:
-    """The texts to search for: each question with its passage, and if it has one, the question alone, too.
+def questions(items: Sequence[Item]) -> tuple[list[Asked], list[str]]:
+    """What to search for, and its texts: each question with its passage, and if it has one, the question alone, too.
 
     A blank is filled in, since another word in its place is another question.
     """
@@ -54,28 +60,94 @@ def questions(items: Sequence[Item]) -> tuple[list[Asked], Words]:
     texts = [(number, f"{item.context}\n{stem}") for number, (item, stem) in enumerate(zip(items, stems, strict=True))]
     texts += [(number, stems[number]) for number, item in enumerate(items) if item.context]
     plainest = [folded(text).text for _, text in texts]
-    asked = [Asked(item, said.split()) for (item, _), said in zip(texts, plain_all(plainest), strict=True)]
-    return asked, words_of(plainest)
+    return [Asked(item, said.split()) for (item, _), said in zip(texts, plain_all(plainest), strict=True)], plainest
 
 
 def seeds_of(items: Sequence[Item], groups: Sequence[int]) -> dict[str, NDArray[np.uint64] | NDArray[np.int64]]:
-    """Seeds, sorted, with the question and the place of each. A question's right answer owns its seeds, too."""
-    asked, words = questions(items)
-    answered = words_of([folded(f"{item.context}\n{item.stem} {item.gold}").text for item in items])
-    owner = np.array([groups[one.item] for one in asked], np.uint64)
-    sizes, rows = np.diff(words.bounds), []
-    for some, of_text in ((words, owner), (answered, np.array(groups, np.uint64))):
-        for _, runs, places in some.runs_of([SEED]):
-            of = np.searchsorted(some.bounds, places, "right") - 1
-            rows.append((runs, of, places - some.bounds[of], of_text[of]))
-    if not rows:
+    """Seeds, sorted, with the question and the place of each, and 1 if other questions share it.
+
+    A question's right answer owns its seeds, too.
+    """
+    asked, texts = questions(items)
+    answered = [folded(f"{item.context}\n{item.stem} {item.gold}").text for item in items]
+    words = words_of([*texts, *answered])
+    owner = np.array([*(groups[one.item] for one in asked), *groups], np.int64)
+    runs = {length: (found, places) for length, found, places in words.runs_of([SEED, SCENARIO])}
+    if SEED not in runs:
         return {}
-    pairs = np.unique(np.concatenate([np.stack([runs, mine], 1) for runs, _, _, mine in rows]), axis=0)
-    known, counts = np.unique(pairs[:, 0], return_counts=True)
-    runs, of, place, _ = rows[0]
-    kept = (counts[np.searchsorted(known, runs)] == 1) & (sizes[of] >= LEAST)
-    order = np.argsort(runs[kept], kind="stable")
-    return {"seeds": runs[kept][order], "seeded": np.stack([of[kept], place[kept]], 1)[order]}
+    seeds, places = runs[SEED]
+    of = np.searchsorted(words.bounds, places, "right") - 1
+    owners = np.zeros(len(words.numbers), np.int64)  # how many questions have the run at a word
+    owners[places] = _owners(seeds, owner[of])
+    if SCENARIO in runs:
+        few = (owners > 1) & (owners <= SHARED)
+        owners[few & (_owners_around(*runs[SCENARIO], words, owner, few) < owners)] = SHARED + 1
+    often = owners[places]
+    kept = (often <= SHARED) & (of < len(asked)) & (np.diff(words.bounds)[of] >= LEAST)
+    order = np.argsort(seeds[kept], kind="stable")
+    seeded = np.stack([of, places - words.bounds[of], often > 1], 1)
+    return {"seeds": seeds[kept][order], "seeded": seeded[kept][order]}
+
+
+def _owners(runs: Numbers, owner: NDArray[np.int64]) -> NDArray[np.int64]:
+    """How many owners each run has, wherever it stands."""
+    order = np.lexsort((owner, runs))
+    new = np.diff(runs[order], prepend=~runs[order[:1]]) != 0
+    fresh = new | (np.diff(owner[order], prepend=-1) != 0)
+    number = np.cumsum(new) - 1
+    counts = np.empty(len(runs), np.int64)
+    counts[order] = np.bincount(number, fresh)[number]
+    return counts
+
+
+def _owners_around(
+    runs: Numbers, places: NDArray[np.int64], words: Words, owner: NDArray[np.int64], of_seeds: NDArray[np.bool_]
+) -> NDArray[np.int64]:
+    """How many questions share the words around a seed: the most of the longer runs that hold it."""
+    offsets = range(SCENARIO - SEED + 1)
+    holds = np.zeros(len(of_seeds), np.bool_)
+    for offset in offsets:
+        holds[: len(of_seeds) - offset] |= of_seeds[offset:]
+    kept = holds[places]
+    runs, places = runs[kept], places[kept]
+    counts = _owners(runs, owner[np.searchsorted(words.bounds, places, "right") - 1])
+    most = np.zeros(len(of_seeds), np.int64)
+    for offset in offsets:
+        most[places + offset] = np.maximum(most[places + offset], counts)
+    return most
+
+
+class Said(NamedTuple):
+    """The words of a text, which are read as far as they agree with a question."""
+
+    text: str
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    bounds: tuple[int, int]
+    """The first word of the text, and the end of its last one, among the words of all."""
+
+    def after(self, at: int) -> Iterator[str]:
+        """The words from a place on."""
+        return self._read(slice(at, self.bounds[1]))
+
+    def before(self, at: int) -> Iterator[str]:
+        """The words before a place, the nearest first."""
+        return self._read(slice(at - 1, self.bounds[0] - 1 if self.bounds[0] else None, -1)) if at else iter(())
+
+    def _read(self, places: slice) -> Iterator[str]:
+        return (lower(self.text[start:end]) for start, end in zip(self.starts[places], self.ends[places], strict=True))
+
+
+class Pair(NamedTuple):
+    """A question's place and a text's, where both have two seeds of it."""
+
+    text: int
+    benchmark: int
+    question: int
+    place: int
+    at: int
+    shared: bool
+    """Whether others share a seed."""
 
 
 class Near:
@@ -84,7 +156,7 @@ class Near:
     def __init__(self, indices: Sequence[Mapping[str, NDArray[Any]]], items: Sequence[Sequence[Item]]) -> None:
         self._items = items
         self._asked: list[list[Asked]] | None = None
-        known, found = [np.empty(0, np.uint64)], [np.empty((0, 3), np.int64)]
+        known, found = [np.empty(0, np.uint64)], [np.empty((0, 4), np.int64)]
         for number, index in enumerate(indices):
             if "seeds" in index:
                 known.append(index["seeds"].astype(np.uint64))
@@ -96,8 +168,8 @@ class Near:
 
     def pairs(
         self, words: Words, places: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
-    ) -> Iterator[tuple[int, int, int, int, int]]:
-        """(text, benchmark, question, its place, the place in the text) of pairs of seeds, one for each stretch.
+    ) -> Iterator[Pair]:
+        """Pairs of seeds, one for each stretch: those of one question alone, then those that others share.
 
         Args:
             words: The words of the texts.
@@ -111,14 +183,11 @@ class Near:
         text = np.searchsorted(words.bounds, at, "right") - 1
         order = np.lexsort((at, row[:, 1], row[:, 0], text))
         at, row, text = at[order], row[order], text[order]
-        same = (text[1:] == text[:-1]) & (row[1:, :2] == row[:-1, :2]).all(1)
-        near = (at[1:] - at[:-1] <= APART) & (np.abs(np.diff(at - row[:, 2])) <= DRIFT) & (np.diff(row[:, 2]) > 0)
-        pair = np.flatnonzero(same & near)
-        fresh = np.ones(len(pair), np.bool_)
-        fresh[1:] = ~((np.diff(pair) == 1) & (np.diff(at[pair]) <= APART))  # the others continue a stretch
-        for one in pair[fresh].tolist():
-            benchmark, question, place = row[one].tolist()
-            yield int(text[one]), benchmark, question, place, int(at[one])
+        own = row[:, 3] == 0
+        for some, shared in ((own, False), (np.ones(len(own), np.bool_), True)):
+            for one in _stretches(at[some], row[some], text[some], shared).tolist():
+                benchmark, question, place, _ = row[some][one].tolist()
+                yield Pair(int(text[some][one]), benchmark, question, place, int(at[some][one]), shared)
 
     def asked(self, benchmark: int, question: int) -> Asked:
         """A question by its number among `questions`."""
@@ -126,17 +195,45 @@ class Near:
             self._asked = [questions(items)[0] for items in self._items]
         return self._asked[benchmark][question]
 
-    def span(self, asked: Asked, place: int, said: Sequence[str], here: int) -> tuple[int, int] | None:
-        """Which words of a text are nearly the question, if those at a seed are."""
-        ahead = _walk(asked.words[place:], said[here:])
-        behind = _walk(asked.words[:place][::-1], said[:here][::-1])
-        words, size = ahead.asked + behind.asked, len(asked.words)
-        passed, alike = ahead.passed + behind.passed, ahead.alike + behind.alike
-        edges = ahead.cut + behind.cut
-        enough = words >= min(size, REACH) and (not edges or size >= EDGE)
-        if not enough or passed > 1 + words // PASSED or alike > max(2, ALIKE * words) or not passed + alike:
+    def span(self, asked: Asked, pair: Pair, said: Said) -> tuple[int, int] | None:
+        """Which words of a text are nearly the question, if those at a seed are.
+
+        If the seed is shared, they are the question's to its end.
+        """
+        size = len(asked.words)
+        ahead = _walk(asked.words[pair.place :], said.after(pair.at), size if pair.shared else REACH)
+        behind = _walk(asked.words[: pair.place][::-1], said.before(pair.at))
+        words, passed, alike = ahead.asked + behind.asked, ahead.passed + behind.passed, ahead.alike + behind.alike
+        whole = words >= min(size, REACH) and (not ahead.cut + behind.cut or size >= EDGE or pair.shared)
+        there = ahead.asked == size - pair.place if pair.shared else passed + alike > 0
+        if not (whole and there) or passed > 1 + words // PASSED or alike > max(2, ALIKE * words):
             return None
-        return here - behind.said, here + ahead.said
+        return pair.at - behind.said, pair.at + ahead.said
+
+    def answer(self, benchmark: int, item: int, said: Said, end: int) -> int:
+        """How many words after a question its answer ends, if it is nearly there; else 0."""
+        for gold in self._items[benchmark][item].golds():
+            wanted = plain(folded(gold).text).split()[:ANSWER]
+            for first, word in enumerate(islice(said.after(end), ANSWER if len(wanted) >= SEED else 0)):
+                walk = _walk(wanted, said.after(end + first))
+                if walk.asked == len(wanted) and not walk.cut and walk.alike <= max(1, ALIKE * len(wanted)):
+                    return first + walk.said
+                if word in KEPT:
+                    break
+        return 0
+
+
+def _stretches(
+    at: NDArray[np.int64], row: NDArray[np.int64], text: NDArray[np.int64], shared: bool
+) -> NDArray[np.int64]:
+    """Where pairs of seeds begin, one for each stretch; if shared, pairs with a shared seed alone."""
+    same = (text[1:] == text[:-1]) & (row[1:, :2] == row[:-1, :2]).all(1)
+    near = (at[1:] - at[:-1] <= APART) & (np.abs(np.diff(at - row[:, 2])) <= DRIFT) & (np.diff(row[:, 2]) > 0)
+    wanted = (row[1:, 3] | row[:-1, 3]) > 0 if shared else True
+    pair = np.flatnonzero(same & near & wanted)
+    fresh = np.ones(len(pair), np.bool_)
+    fresh[1:] = ~((np.diff(pair) == 1) & (np.diff(at[pair]) <= APART))  # the others continue a stretch
+    return pair[fresh]
 
 
 class Walk(NamedTuple):
@@ -150,19 +247,21 @@ class Walk(NamedTuple):
     """Words at the question's end that the text lacks: 0 or 1."""
 
 
-def _walk(asked: Sequence[str], said: Sequence[str]) -> Walk:
-    """How far words agree from their beginnings on."""
+def _walk(asked: Sequence[str], said: Iterator[str], size: int = REACH) -> Walk:
+    """How far words agree from their beginnings on; of `size` words few may be passed over."""
     i = j = passed = alike = 0
-    most = 1 + REACH // PASSED
+    most = 1 + size // PASSED
+    near = list(islice(said, 4))
     while i < len(asked):
-        step = _step(asked[i : i + 4], said[j : j + 4])
-        i, j = i + step[0], j + step[1]
+        step = _step(asked[i : i + 4], near)
+        i, j, theirs = i + step[0], j + step[1], near[: step[1]]
+        near = [*near[step[1] :], *islice(said, step[1])]
         if step == (0, 0) or (0 in step and passed == most):
             if step == (0, 0) and passed < most and i == len(asked) - 1 and asked[i] not in KEPT:
                 return Walk(i + 1, j, passed + 1, alike, 1)
             break
         passed += 0 in step
-        alike += 0 not in step and asked[i - step[0] : i] != said[j - step[1] : j]
+        alike += 0 not in step and asked[i - step[0] : i] != theirs
     return Walk(i, j, passed, alike, 0)
 
 

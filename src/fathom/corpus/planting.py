@@ -31,7 +31,7 @@ class Plant(StageOf[AuditRecipe]):
     """Some forms of one benchmark a task: how many of its planted items are found, by form and length."""
 
     name = "plant"
-    version = 1
+    version = 2
     recipe_class: ClassVar[type[Any]] = AuditRecipe
 
     def settings(self) -> dict[str, object]:

@@ -50,7 +50,7 @@ class Search(StageOf[AuditRecipe]):
     """One task for each file of documents: the items found in it."""
 
     name = "search"
-    version = 1
+    version = 2
     recipe_class: ClassVar[type[Any]] = AuditRecipe
 
     def tasks(self) -> list[Task]:
