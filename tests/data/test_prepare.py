@@ -412,6 +412,28 @@ def test_a_directory_is_its_known_files_in_order(tmp_path: Path, tokenizer: str)
     assert list(documents(tmp_path / "forced", "train")) == ["c.bin"]
 
 
+def test_files_of_a_downloaded_data_set_are_counted_and_named(
+    tmp_path: Path, tokenizer: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Its card and its test split are read, since they are inputs, but not in silence; code with tests is."""
+    for name in (
+        "data/train-00000-of-00002.jsonl",
+        "data/train-00001-of-00002.jsonl",
+        "data/test-00000-of-00001.jsonl",
+    ):
+        write(tmp_path / "clone" / name, json.dumps({"text": name}))
+    write(tmp_path / "clone" / "README.md", "A card.")
+    made = prepare([tmp_path / "clone"], tmp_path / "out", tokenizer, held_out=0)
+    assert made.files == {".jsonl": 3, ".md": 1} and "\nfiles: 3 .jsonl, 1 .md" in str(made)
+    (warned,) = [str(one.message) for one in recwarn]
+    assert "data/test-00000-of-00001.jsonl and 1 more: read, too" in warned
+    split = [f"{name}={path}" for path in (tmp_path / "clone" / "data").iterdir() if (name := path.name.split("-")[0])]
+    write(tmp_path / "code" / "README.md", "A program."), write(tmp_path / "code" / "tests" / "test_a.py", "x = 1")
+    for number, inputs in enumerate((split, [tmp_path / "code"])):
+        assert len(prepare(inputs, tmp_path / f"out{number}", tokenizer, held_out=0).files) == 1 + number
+    assert len(recwarn) == 1
+
+
 def test_domains_by_field(tmp_path: Path, tokenizer: str) -> None:
     rows = [{"text": f"text {i}", "source": ["a", "b/c", "..", ""][i % 4]} for i in range(40)]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -71,7 +71,11 @@ def add(parser: Parser) -> None:
         "--shifted", nargs="+", default=(), metavar="[NAME=]INPUT", help="for --exit: other text to measure it on"
     )
     parser.add_argument(
-        "--text", nargs="+", default=(), metavar="[NAME=]INPUT", help="held-out text for --search, --screen and --exit"
+        "--text",
+        nargs="+",
+        default=(),
+        metavar="[NAME=]INPUT",
+        help="held-out text for --search, --screen and --exit; a text file is one document",
     )
     parser.add_argument("--sizes", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)")
     parser.add_argument(

@@ -63,7 +63,8 @@ def add_texts(parser: Parser, windows: bool = True) -> None:
         "--perplexity",
         nargs="+",
         metavar="[NAME=]INPUT",
-        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; NAME= names the domain",
+        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; NAME= names the domain; a "
+        "text file is one document",
     )
     text.add_argument("--split", default="val", help="split of prepared corpora (default: val)")
     text.add_argument("--text-field", default="text", help="field of JSONL and Parquet with the text (default: text)")

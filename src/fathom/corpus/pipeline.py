@@ -89,13 +89,15 @@ class Report:
         """A few lines for people."""
         counts = {name: stage.counts for name, stage in self.stages.items()}
         seconds, done = (sum(getattr(one, key) for one in self.stages.values()) for key in ("seconds", "done"))
-        tokens = counts["tokenize"].get("tokens", 0)
+        talk, text = counts["converse"], counts["tokenize"]
+        made = f"{text.get('tokens', 0):,} tokens of {text.get('documents', 0):,} documents"
+        if talk and not text.get("documents"):
+            made = f"{talk['tokens']:,} tokens of {talk['conversations']:,} conversations"
         lines = [
-            f"{self.directory}: {tokens:,} tokens of {counts['tokenize'].get('documents', 0):,} documents; "
-            + (f"{done} tasks in {seconds:.1f} s" if done else "nothing had changed")
+            f"{self.directory}: {made}; " + (f"{done} tasks in {seconds:.1f} s" if done else "nothing had changed")
         ]
         lines.append(f"  {CorpusCounts.of(counts)}")
-        if talk := counts["converse"]:
+        if talk:
             lines.append(
                 f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} trained "
                 f"tokens, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"

@@ -7,11 +7,13 @@ in the order of the inputs, so the output does not depend on the number of worke
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 import warnings
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -41,13 +43,15 @@ from fathom.data.shards import (
     token_dtype,
     write_index,
 )
-from fathom.data.sources import FileFormat, Source, parts_of
+from fathom.data.sources import FileFormat, Source, parts_of, suffix_of
 from fathom.data.tokenizer import load_tokenizer, train_bpe
 from fathom.errors import DataError
 from fathom.report.files import LOCK, asdict, read_json
 
 MAX_RECORD_BYTES = 3 << 20
 SMALLEST_RECORD = 64
+HELD_OUT = {"test", "tests", "val", "valid", "validation", "dev", "eval"}
+"""What files of a split that is not for training are named after."""
 
 
 @dataclass
@@ -64,6 +68,8 @@ class Summary:
     """Records over the size limit, which were skipped."""
     seconds: float
     """Duration of this run; 0 if the corpus was finished earlier."""
+    files: dict[str, int] = field(default_factory=dict)
+    """How many files were read, by extension."""
     divided: str = ""
     """What a single text file was divided into so that some can be held out: `paragraphs of FILE`."""
 
@@ -79,6 +85,8 @@ class Summary:
         parts.append(f"{self.seconds:.1f} s" if self.seconds else "finished earlier")
         held_out = sum(counts["documents"] for counts in self.splits.get("val", {}).values())
         note = f"\nheld out: {held_out:,} {self.divided}" if self.divided else ""
+        if len(self.files) > 1:
+            note += f"\nfiles: {', '.join(f'{count:,} {name}' for name, count in self.files.items())}"
         return f"{self.directory}: {'; '.join(parts)}{note}"
 
 
@@ -100,7 +108,7 @@ class PrepareOptions(AdvisedReading):
     @property
     def reading(self) -> AdvisedReading:
         """The options that determine how documents are read."""
-        return AdvisedReading(**{field.name: getattr(self, field.name) for field in fields(AdvisedReading)})
+        return AdvisedReading(**{one.name: getattr(self, one.name) for one in fields(AdvisedReading)})
 
 
 def prepare(
@@ -142,6 +150,8 @@ def prepare(
         input_bytes=0,
     )
     settings, sources, divided = _checked_inputs(settings, out)
+    made = partial(_summary, out, sources, divided)
+    _warn_of_others(sources)
     with owned(out, _is_ours, "prepared"):
         for draft in _drafts(out):
             draft.unlink()
@@ -152,10 +162,10 @@ def prepare(
             if not difference and not (newer and overwrite):
                 shutil.rmtree(out / UNFINISHED, ignore_errors=True)
                 _warn_of(newer, out)
-                return _summary(out, 0.0, divided)
+                return made(0.0)
         started = time.monotonic()
         _make(WorkspaceOf(out / UNFINISHED, settings), out, Executor(workers=workers))
-        return _summary(out, time.monotonic() - started, divided)
+        return made(time.monotonic() - started)
 
 
 def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettings, list[Source], str]:
@@ -327,7 +337,23 @@ def _warn_of(newer: Sequence[Path], out: Path) -> None:
         warnings.warn(f"{changed}; `overwrite` reads everything again", stacklevel=3)
 
 
-def _summary(out: Path, seconds: float, divided: str) -> Summary:
+def _warn_of_others(sources: Sequence[Source]) -> None:
+    """Name files of a downloaded data set that are seldom meant: its card, and other splits beside the training one."""
+    for domain in dict.fromkeys(source.domain for source in sources):
+        mine = [(path, source.kind) for source in sources if source.domain == domain for path in source.paths]
+        splits = {path: set(re.split(r"[^a-z]+", "/".join(path.parts[-2:]).lower())) for path, _ in mine}
+        trained = any("train" in words for words in splits.values())
+        others = [path for path, _ in mine if trained and "train" not in splits[path] and splits[path] & HELD_OUT]
+        if any(kind != "files" for _, kind in mine):
+            others += [path for path, kind in mine if kind == "files" and path.name.lower() == "readme.md"]
+        if others:
+            named = f"{others[0]}{f' and {len(others) - 1:,} more' if len(others) > 1 else ''}"
+            warnings.warn(
+                f"{named}: read, too, though by name no training text: list the files to leave it out", stacklevel=3
+            )
+
+
+def _summary(out: Path, sources: Sequence[Source], divided: str, seconds: float) -> Summary:
     index = read_index(out)
     splits = {
         split: {
@@ -336,7 +362,9 @@ def _summary(out: Path, seconds: float, divided: str) -> Summary:
         }
         for split, domains in index.splits.items()
     }
-    return Summary(out, index.vocab_size, splits, index.left_out, seconds, divided)
+    suffixes = [suffix_of(path) for source in sources for path in (*source.paths, *(one.path for one in source.remote))]
+    files = dict(sorted(Counter(suffixes).items(), key=lambda one: (-one[1], one[0])))
+    return Summary(out, index.vocab_size, splits, index.left_out, seconds, files, divided)
 
 
 def _drafts(out: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import SettingsError
-from fathom.evaluation.perplexity import beginning, encoder, read_domains
+from fathom.evaluation.perplexity import WHOLE, beginning, encoder, read_domains
 from fathom.models.axes.blend import BlendedMixer
 from fathom.models.axes.numerics import widen
 from fathom.models.configuration import FathomConfig
@@ -172,7 +172,7 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, text: Sequence[str], asked: Sc
             return torch.tensor(rows)
     raise SettingsError(
         f"{', '.join(text)}: {len(rows)} documents have {asked.tokens} tokens, {asked.documents} are needed; give more "
-        "text, or fewer documents or tokens"
+        f"text, or fewer documents or tokens. {WHOLE}"
     )
 
 

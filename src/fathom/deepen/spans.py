@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from fathom.errors import SettingsError
-from fathom.evaluation.perplexity import beginning, encoder, read_domains
+from fathom.evaluation.perplexity import WHOLE, beginning, encoder, read_domains
 from fathom.models.decoder.loss import token_losses
 from fathom.models.decoder.rotary import signed
 from fathom.models.modeling import FathomForCausalLM
@@ -139,7 +139,7 @@ def read_documents(
         if len(drawn) == count:
             return drawn
     raise SettingsError(
-        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer `documents`"
+        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer `documents`. {WHOLE}"
     )
 
 

@@ -44,6 +44,8 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 """Tokens of a batch, by device."""
 SORTED_AT_ONCE = 512
 """Windows that are sorted by length before they are put into batches."""
+WHOLE = "A text file is one document; `fathom prepare` divides one, and its directory is an input"
+"""What to do where documents are too few."""
 
 
 class Passage(NamedTuple):
