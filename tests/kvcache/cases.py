@@ -1,7 +1,10 @@
 """The models and the schedule that the tests share: the card's standard toy."""
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from fathom.kvcache import build_cache, chunks
 from tests.models.cases import CASES as MECHANISMS
@@ -153,3 +156,16 @@ def cached(model, ids: torch.Tensor, cache, size: int | None = None) -> torch.Te
 def cache_of(model, method: str = "freqkv", **options):
     """A cache on the standard schedule."""
     return build_cache(model, method, **{**SCHEDULE, **options})
+
+
+def double_angles(patch: pytest.MonkeyPatch) -> None:
+    """The library's angles are float32, 1e-6 off in logits; in float64 nothing but the method is left to differ."""
+
+    def forward(self, x, position_ids):
+        half = torch.arange(self.config.head_dim // 2, dtype=torch.float64)
+        angles = position_ids[..., None].double() * self.config.rope_parameters["rope_theta"] ** (-half / len(half))
+        angles = torch.cat([angles, angles], -1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+    patch.setattr(Qwen3RotaryEmbedding, "forward", forward)
+    patch.setattr(LlamaRotaryEmbedding, "forward", forward)

@@ -9,7 +9,8 @@ from fathom.kvcache.freqkv import FreqKV
 from fathom.kvcache.freqkv_arms import AfterRope, HighBand, Unscaled
 from fathom.kvcache.schedule import Schedule
 
-from .cases import cache_of, cached, model_of, tokens
+from .cases import cache_of, cached, double_angles, model_of, tokens
+from .oracle import Oracle
 
 SHAPES = [(60, 28), (63, 21), (508, 252)]
 
@@ -60,3 +61,18 @@ def test_the_order_of_compression_and_rotation_matters():
     before, after = (cached(model, ids, cache_of(model, name)) for name in ("freqkv", AfterRope.name))
     assert torch.equal(before[:, :64], after[:, :64])
     assert (before - after)[:, 64:].abs().max() > 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method,part", [(HighBand, "rows"), (Unscaled, "rows"), (AfterRope, "condense")])
+def test_an_arm_that_does_as_the_method_is_seen(monkeypatch, method, part):
+    double_angles(monkeypatch)
+    model, ids = model_of("fathom", torch.float64), tokens(1, 100)
+    expected = torch.from_numpy(Oracle(model, method.name)(ids[0].numpy()))
+
+    def deviation():
+        return (cached(model, ids, cache_of(model, method.name))[0] - expected).abs().max()
+
+    assert deviation() < 1e-11
+    monkeypatch.setattr(method, part, vars(FreqKV).get(part) or getattr(FreqKV, part))
+    assert deviation() > 1e-3

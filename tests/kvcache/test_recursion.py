@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from fathom.kvcache import METHODS, compress_in_training, prefill
 
-from .cases import LENGTH, MODELS, SCHEDULE, N, cache_of, cached, model_of, tokens
+from .cases import LENGTH, MODELS, SCHEDULE, N, cache_of, cached, double_angles, model_of, tokens
 from .oracle import Oracle
 
 FEW = (
@@ -57,23 +55,14 @@ def ids():
 
 
 @pytest.fixture
-def double_angles(monkeypatch):
-    """The library's angles are float32, 1e-6 off in logits; in float64 nothing but the method is left to differ."""
-
-    def forward(self, x, position_ids):
-        half = torch.arange(self.config.head_dim // 2, dtype=torch.float64)
-        angles = position_ids[..., None].double() * self.config.rope_parameters["rope_theta"] ** (-half / len(half))
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-
-    monkeypatch.setattr(Qwen3RotaryEmbedding, "forward", forward)
-    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
+def exact_angles(monkeypatch):
+    double_angles(monkeypatch)
 
 
 @pytest.mark.quick("fathom-*", "llama-*-freqkv", "qwen3-mha-*-snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("case,limit", [("fathom", 1e-11), ("qwen3-mha", 1e-6), ("llama", 1e-6)])
-def test_oracle(double_angles, case, limit, method):
+def test_oracle(exact_angles, case, limit, method):
     """Fathom's norms keep float64; those of the library are float32, whatever the model."""
     model, row = model_of(case, torch.float64), tokens(1, LENGTH)
     truth = torch.from_numpy(Oracle(model, method)(row[0].numpy()))
@@ -165,7 +154,7 @@ def test_causality(two_ways, token):
 
 @pytest.mark.quick("freqkv", "sinks")
 @pytest.mark.parametrize("method", METHODS)
-def test_a_common_offset_of_positions_changes_nothing(double_angles, qwen, ids, method):
+def test_a_common_offset_of_positions_changes_nothing(exact_angles, qwen, ids, method):
     cache, moved = cache_of(qwen, method), cache_of(qwen, method)
     at = 0
     for part in ids[:, :104].split([56, *[1] * 16, 24, *[1] * 8], 1):  # across both compressions token by token
