@@ -2,8 +2,8 @@
 
     python benchmarks/papers_tiny.py depth-attention/table1 ponderlm/top_k --log benchmarks/results/papers-tiny.json
 
-Reads demo/data in the directory where it is started (`make demo` writes it). A table that is in the log already is
-left out, so the command resumes. The second run is sent SIGKILL, with all its processes, after half of its models are
+Reads demo/data in the directory where it is started (`make demo` writes it). Without names it makes all tables. A table
+that is in the log already is left out, so the command resumes. The second run is sent SIGKILL, with all its processes, after half of its models are
 trained and the next one has written a checkpoint. Then tables, weights, configurations, results and logs of the two
 directories are compared, without seconds and bytes of memory.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import signal
@@ -34,11 +35,14 @@ CHECKPOINTS = "train.checkpoint_every=5"
 def main() -> int:
     """Make the tables that the log lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tables", nargs="+", metavar="PAPER/TABLE")
+    parser.add_argument("tables", nargs="*", metavar="PAPER/TABLE")
     parser.add_argument("--log", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no table after so long")
     options = parser.parse_args()
-    for name in options.tables:
-        if name not in read(options.log)["tables"]:
+    began = time.monotonic()
+    for name in options.tables or every_table():
+        late = time.monotonic() - began > 60 * options.minutes
+        if not late and name not in read(options.log)["tables"]:
             made = twice(name)
             log = read(options.log)  # another process may have made another table
             log["tables"][name] = made
@@ -46,6 +50,12 @@ def main() -> int:
             print(name, json.dumps(made), flush=True)
     log = read(options.log)
     return int(any(one["exit_code"] or one["resumed_equal"] is False for one in log["tables"].values()))
+
+
+def every_table() -> list[str]:
+    """The recipes' names."""
+    found = Path(__file__).parents[1] / "recipes/papers"
+    return sorted(str(path.relative_to(found).with_suffix("")) for path in found.glob("*/*.yaml"))
 
 
 def read(log: Path) -> dict[str, Any]:

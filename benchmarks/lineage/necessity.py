@@ -55,7 +55,10 @@ def made(place: Path, steps: int, words: list[str] | None = None, hook: Away | N
     """Train a model, or read what was trained; its held-out loss."""
     given = [f"train.steps={steps}", "train.checkpoint_every=50", "evaluate.every=0", *(words or [])]
     recipe = load_recipe(find_recipe("tiny_pondering"), given)
-    return {"loss": train(recipe, place, callbacks=[] if hook is None else [hook]).evaluation.loss}
+    found = train(recipe, place, callbacks=[] if hook is None else [hook])
+    if not found.finished:
+        raise SystemExit("stopped; the same command resumes")
+    return {"loss": found.evaluation.loss}
 
 
 def measured(base: Path, place: Path, theta: dict[str, Any]) -> dict[str, Any]:

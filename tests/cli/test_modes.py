@@ -136,7 +136,7 @@ def test_what_is_given_is_what_was_typed() -> None:
 
 def test_an_option_of_a_subcommand_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     for words, hint in (
-        ("evaluate model --kvcache drop", "unrecognized arguments: --kvcache; fathom evaluate caches has it"),
+        ("evaluate model --at 2x", "unrecognized arguments: --at; fathom evaluate caches has it"),
         ("evaluate model --benchmark there", "; fathom evaluate tuned has it"),
         ("evaluate model --taks piqa", "; did you mean --tasks?"),
     ):

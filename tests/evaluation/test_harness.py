@@ -6,6 +6,7 @@ import json
 import lzma
 import socket
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -81,7 +82,7 @@ FILES: dict[str, list[dict[str, Any]]] = {
 
 FOLDERS = (
     *("arc", "blimp", "hellaswag", "lambada", "mmlu", "openbookqa"),
-    *("piqa", "sciq", "super_glue", "wikitext"),
+    *("longbench", "piqa", "sciq", "super_glue", "wikitext"),
 )
 
 
@@ -444,6 +445,130 @@ def test_tasks_under_a_cache(
     assert found.items["piqa/acc"].values == right
     assert all(abs(a[0] - b[0]) > 1e-3 for a, b in zip(full, told, strict=True))
     assert min(count for one in likelihoods for _, count in one) > 16
+
+
+def test_the_command_reads_tasks_through_caches(
+    checkpoints: tuple[Path, Path], task_data: Path, tmp_path: Path, lm: Any, capsys, no_network: None
+) -> None:
+    words = ["evaluate", str(checkpoints[0]), "--task-data", str(task_data), "--device", "cpu", "--json"]
+    words += ["--tasks", "piqa,arc_easy", "--out", str(tmp_path)]
+    cache = ["--kvcache", "full,drop", "--kvcache-window", "16", "--kvcache-kept", "3"]
+    assert main([*words, *cache]) == 0
+    report = json.loads(capsys.readouterr().out)
+    full, drop = report["checkpoints"]["fathom@full"], report["checkpoints"]["fathom@drop"]
+    assert full["kvcache"] is None and drop["kvcache"]["window"] == 16
+    with compressed(lm.model, "drop", window=16, kept=3):
+        expected = [run_task(lm, name, SETTINGS, task_data).results["results"][name] for name in ("piqa", "arc_easy")]
+    plain = [run_task(lm, name, SETTINGS, task_data).results["results"][name] for name in ("piqa", "arc_easy")]
+    for told, numbers in ((drop, expected), (full, plain)):
+        assert [told["tasks"][name]["results"][name]["acc,none"] for name in told["tasks"]] == [
+            one["acc,none"] for one in numbers
+        ]
+    assert {row["task"] for row in report["rows"]} == {"piqa", "arc_easy"}
+    assert all(set(row["differences"]) == {"fathom@drop"} for row in report["rows"])
+    assert main([*words, *cache[:3], "16"]) == 0  # another schedule is another result
+    assert capsys.readouterr().err.count("stored under other conditions") == 2
+    for given, says in (
+        (["--kvcache", "drop"], "--kvcache drop needs --kvcache-window"),
+        (["--kvcache", "full_fp8"], "--kvcache full_fp8: allowed with --tasks: full, "),
+        (["--kvcache", "drop,drop", "--kvcache-window", "16"], "expected different caches"),
+        (["--kvcache-window", "16"], "--kvcache-window 16: give --kvcache with it"),
+        (["--kvcache", "drop", "--kvcache-window", "16", "--perplexity", "x"], "fathom evaluate caches` reads texts"),
+    ):
+        assert main([*words, *given]) == 2
+        assert says in capsys.readouterr().err, says
+
+
+LONGBENCH = {
+    **dict.fromkeys(("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique"), "a lead line"),
+    **dict.fromkeys(("multifieldqa_zh", "dureader", "vcsum"), "用铅锤测量水深"),
+    **dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "The crew measured the depth with a lead line ."),
+    **{"trec": "Number", "triviaqa": "a lead line", "lsht": "科技", "passage_count": "7"},
+    **{"passage_retrieval_en": "Paragraph 3", "passage_retrieval_zh": "段落3", "lcc": "x = 1", "repobench-p": "x = 1"},
+}
+"""LongBench's 21 subsets, each with an answer of its kind."""
+
+
+def longbench(folder: Path) -> None:
+    """Made rows in the layout of LongBench's own files, one a subset."""
+    for name, answer in LONGBENCH.items():
+        for subset in (name, f"{name}_e"):
+            classes = {"trec": ["Number", "Person"], "lsht": ["科技", "体育"]}.get(name)
+            row = {"input": f"What of {name}?", "context": f"The depth is 6 fathoms. {name}\n" * 3, "answers": [answer]}
+            row |= {"length": 18, "dataset": subset, "language": "en", "all_classes": classes, "_id": f"{name}-1"}
+            write_lines(folder / f"LongBench/{subset}.jsonl", [row, {**row, "_id": f"{name}-2"}])
+
+
+@pytest.mark.slow
+def test_longbench_in_its_own_layout(tmp_path: Path, no_network: None) -> None:
+    """Who answers each row as it says gets every point, who answers otherwise none; prompts hold what rows hold."""
+    for package in ("jieba", "fuzzywuzzy", "rouge"):
+        pytest.importorskip(package, reason="lm-eval's LongBench needs jieba, fuzzywuzzy and rouge")
+    from lm_eval.api.model import LM
+
+    longbench(tmp_path)
+
+    class Rigged(LM):
+        def __init__(self, knows: bool) -> None:
+            super().__init__()
+            self.knows = knows
+            self.prompts: list[str] = []
+
+        def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+            self.prompts += [one.args[0] for one in requests]
+            return [one.doc["answers"][0] if self.knows else "~" for one in requests]
+
+        loglikelihood = loglikelihood_rolling = None
+
+    for knows, score in ((True, 1.0), (False, 0.0)):
+        lm = Rigged(knows)
+        found = run_task(lm, "longbench", SETTINGS, tmp_path)
+        scores = {name: one["score,none"] for name, one in found.results["results"].items() if name in TOLD}
+        assert set(scores) == set(TOLD) and found.notes == []
+        assert scores == pytest.approx(dict.fromkeys(TOLD, score), abs=1e-3)
+    for name in LONGBENCH:
+        texts = [prompt for prompt in lm.prompts if f"fathoms. {name}\n" in prompt]
+        assert len(texts) == 2
+        asks = name not in ("gov_report", "multi_news", "vcsum", "passage_count", "lcc")
+        assert all((f"What of {name}?" in text) == asks for text in texts), name
+    even = run_task(Rigged(True), "longbench_e", SETTINGS, tmp_path).results["results"]
+    assert even["longbench_e"]["score,none"] == pytest.approx(1, abs=1e-3) and "longbench_qasper_e" in even
+
+
+TOLD = [f"longbench_{name}" for name in LONGBENCH]
+
+
+@pytest.mark.slow
+def test_longbench_through_a_cache(checkpoints: tuple[Path, Path], tmp_path: Path, lm: Any, no_network: None) -> None:
+    """What is generated is what the model generates through that cache; without it, something else."""
+    pytest.importorskip("jieba")
+    longbench(tmp_path)
+    said: list[list[str]] = []
+    for policy in ({"window": 16, "ratio": 0.5}, None):
+        with compressed(lm.model, "drop", **policy) if policy else nullcontext():
+            (prompt, text), *_ = overheard(lm, "longbench_hotpotqa", tmp_path)
+        ids = torch.tensor([lm.tok_encode(prompt)[-(lm.max_length - 32) :]])
+        cache = {"past_key_values": build_cache(lm.model, "drop", **policy)} if policy else {}
+        more = lm.model.generate(ids, max_new_tokens=32, do_sample=False, **cache)[0, ids.shape[1] :]
+        assert text and lm.tokenizer.decode(more, skip_special_tokens=True).startswith(text)
+        said.append(text)
+    assert said[0] != said[1]
+
+
+def overheard(lm: Any, name: str, folder: Path) -> list[tuple[str, str]]:
+    """Prompts of a task, and what the model generates."""
+    heard: list[tuple[str, str]] = []
+    generate = lm.generate_until
+
+    def listening(requests: list[Any], **named: Any) -> list[str]:
+        texts: list[str] = generate(requests, **named)
+        heard.extend((one.args[0], text) for one, text in zip(requests, texts, strict=True))
+        return texts
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lm, "generate_until", listening)
+        run_task(lm, name, SETTINGS, folder)
+    return heard
 
 
 def asked(line: dict[str, Any], choice: int) -> tuple[str, str]:

@@ -6,7 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from fathom.cli.following import following, using
-from fathom.cli.parser import Group, Parser, add_kernels, add_opening, chosen
+from fathom.cli.parser import CACHES, Group, Parser, add_kernels, add_kvcache, add_opening, chosen
 from fathom.data.sources import split_name
 from fathom.report.results import to_json
 
@@ -24,6 +24,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
     )
+    caches = parser.add_argument_group("KV caches")
+    add_kvcache(caches, f"through which --tasks are read, to compare: full, {CACHES}")
     add_limit(parser)
     add_running(parser)
     parser.epilog = "see also: fathom evaluate deepened, fathom evaluate tuned, fathom evaluate caches"

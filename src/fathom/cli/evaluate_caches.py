@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from fathom.cli.evaluate import add_models, add_running, add_texts
-from fathom.cli.parser import Parser, add_kvcache, chosen
+from fathom.cli.parser import CACHES, Parser, add_kvcache, chosen
 from fathom.report.results import to_json
 
 WINDOWS = "1x,2x,4x,8x"
@@ -17,7 +17,7 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     add_models(parser)
     caches = parser.add_argument_group("KV caches")
-    add_kvcache(caches, several=True)
+    add_kvcache(caches, f"to compare: full, full_static, full_fp8, {CACHES}", required=True)
     caches.add_argument(
         "--at", metavar="LENGTHS", default=WINDOWS, help=f"lengths of text, in windows (default: {WINDOWS})"
     )

@@ -186,16 +186,14 @@ def examples(lines: Sequence[str]) -> str:
     return "\n".join(["examples:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
-def add_kvcache(parser: Group, several: bool = False) -> None:
-    """Add the cache arguments: method and schedule."""
+CACHES = "drop, sinks, snapkv, tova, keydiff, key_norm, expected_attention, freqkv, ..."
+
+
+def add_kvcache(parser: Group, several: str | None = None, required: bool = False) -> None:
+    """Add the cache arguments: method, or what `several` are for, and schedule."""
     words = "METHODS" if several else "METHOD"
-    names = "drop, sinks, snapkv, tova, keydiff, key_norm, expected_attention, freqkv, ..."
-    what = (
-        f"comma-separated caches to compare: full, full_static, full_fp8, {names}"
-        if several
-        else f"KV cache: full (default), {names}"
-    )
-    parser.add_argument("--kvcache", metavar=words, required=several, help=what)
+    what = f"comma-separated caches {several}" if several else f"KV cache: full (default), {CACHES}"
+    parser.add_argument("--kvcache", metavar=words, required=required, help=what)
     parser.add_argument(
         "--kvcache-window", type=int, metavar="N", help="window: maximum entries of the cache (default: as tuned)"
     )

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fathom.corpus.counts import CorpusCounts
+from fathom.kvcache.policy import Policy
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import LEAST_DOCUMENTS, mcnemar, wilson
 from fathom.training.results import DecodingGap
@@ -87,6 +88,7 @@ class CheckpointScores:
 
     directory: str
     max_trips: int | None
+    kvcache: Policy | None
     tasks: dict[str, dict[str, object]]
     failed: dict[str, str]
     notes: list[str]

@@ -7,6 +7,7 @@ import json
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -33,6 +34,9 @@ from fathom.evaluation.results import WHOLE, CheckpointScores, ScoresReport, Tex
 from fathom.evaluation.scores_page import context_table, interval_notes, page, score_table
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.iterations import limited
+from fathom.kvcache import METHODS
+from fathom.kvcache.build import base
+from fathom.kvcache.policy import CacheOptions, Policy, cache_policy
 from fathom.report import html
 from fathom.report.files import asdict, read_json, write_json
 from fathom.report.provenance import provenance
@@ -77,6 +81,17 @@ class EvaluationSettings(Opening):
     """Tokens between the starts of two windows of text; by default the context."""
     max_trips: str | None = None
     """Comma-separated limits on iterations per token; each checkpoint is scored with each limit."""
+    kvcache: str | None = None
+    """Comma-separated caches through which tasks are read; each checkpoint is scored with each. `full` is the ordinary
+    one."""
+    kvcache_window: int | None = None
+    """Entries that a compressed cache may hold; by default as tuned."""
+    kvcache_sinks: int | None = None
+    """First entries that it keeps; by default as tuned, or 4."""
+    kvcache_ratio: float | None = None
+    """Share of its window that a compression leaves; by default as tuned, or 0.5."""
+    kvcache_kept: int | None = None
+    """Entries that a compression leaves beside the sinks, instead of a ratio."""
     limit: int | None = None
     """Maximum documents of each task and domain."""
     batch_size: int | None = None
@@ -118,6 +133,8 @@ class Checkpoint:
     lm: HFLM | None = None
     max_trips: int | None = None
     """A limit on iterations per token."""
+    cache: Policy | None = None
+    """The compressed cache through which it reads; None for an ordinary one."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
     """Errors of tasks that could not be scored, by task."""
@@ -154,7 +171,8 @@ class Checkpoint:
     def key(self, settings: EvaluationSettings) -> dict[str, object]:
         """The key of this checkpoint's results: everything that they depend on."""
         trips = {} if self.max_trips is None else {"max_trips": self.max_trips}
-        return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips}
+        cache = {} if self.cache is None else {"kvcache": asdict(self.cache)}
+        return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips, **cache}
 
 
 def evaluate(
@@ -185,6 +203,7 @@ def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tupl
     if not settings.tasks and not settings.perplexity:
         raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
+    found = under_caches(found, settings)
     names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
     context = settings.context or _common_context(found, settings)
@@ -233,12 +252,47 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
     ]
 
 
+def under_caches(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> list[Checkpoint]:
+    """Each checkpoint once for every cache in `full,snapkv`."""
+    options = CacheOptions.of(settings)
+    if settings.kvcache is None:
+        for name, value in options.given().items():
+            raise SettingsError(f"kvcache_{name}={value}: give `kvcache` with it")
+        return list(checkpoints)
+    if not settings.tasks or settings.perplexity:
+        raise SettingsError("`kvcache` reads `tasks` through caches; `fathom evaluate caches` reads texts")
+    methods = [word.strip() for word in settings.kvcache.split(",")]
+    if len(set(methods)) < len(methods):
+        raise SettingsError(f"kvcache={settings.kvcache}: expected different caches, comma between")
+    return [
+        Checkpoint(
+            f"{one.name}@{method}",
+            one.directory,
+            one.opener,
+            max_trips=one.max_trips,
+            cache=_policy(one, method, options),
+        )
+        for one in checkpoints
+        for method in methods
+    ]
+
+
+def _policy(checkpoint: Checkpoint, method: str, options: CacheOptions) -> Policy | None:
+    if method == "full":
+        return None
+    if base(method) not in METHODS:
+        raise SettingsError(f"kvcache={method}: allowed with `tasks`: full, {', '.join(METHODS)}")
+    recorded = read_json(checkpoint.directory / CONFIG).get("kvcache")
+    return cache_policy(method, recorded, options if METHODS[base(method)].has_ratio else replace(options, ratio=None))
+
+
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
     """The report for programs: lm-eval's JSON unchanged, the text scores, and the table's rows."""
     entries = {
         checkpoint.name: CheckpointScores(
             directory=str(checkpoint.directory),
             max_trips=checkpoint.max_trips,
+            kvcache=checkpoint.cache,
             tasks={name: result.results for name, result in checkpoint.tasks.items()},
             failed=dict(checkpoint.failed),
             notes=[note for result in checkpoint.tasks.values() for note in result.notes],
@@ -314,7 +368,8 @@ def _task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> Ta
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
             checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
-        return run_task(checkpoint.lm, name, asked, data, settings.include)
+        with nullcontext() if checkpoint.cache is None else checkpoint.cache.throughout(model):
+            return run_task(checkpoint.lm, name, asked, data, settings.include)
 
     result: TaskResult = kept(TaskResult, checkpoint, settings.out, "tasks", name, key, make)
     if settings.out is not None:

@@ -4,7 +4,7 @@ Prompts, metrics and versions are lm-eval's own; only the documents come from th
 folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see docs/how-to/evaluate.md)::
 
     T/SPLIT*.jsonl          or SUB/, or BASE/ if T has no subset or each line names it as `subject`
-    BASE/SUB.jsonl          one file per subset, as for BLiMP
+    BASE/SUB.jsonl          one file per subset, as for BLiMP and LongBench
     wikitext/SPLIT.tokens   or .raw; WikiText's own files, cut into articles
 
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
@@ -279,6 +279,8 @@ def _adapted(row: TaskRow) -> TaskRow:
         return {**row, "label": str(row["gold"])}
     if "label" not in row and isinstance(row.get("answer"), bool):
         return {**row, "label": int(row["answer"])}
+    if "question" not in row and {"input", "context", "all_classes"} <= row.keys():  # LongBench's own files
+        return {**row, "question": row["input"]}
     return row
 
 

@@ -69,7 +69,7 @@ def compressed(
         window: Hold at most so many entries, compressed whenever they are full as in `build_cache`; `ratio` is then a
             share of them.
         quantized: Store entries as `int8` or `int4`, as in `build_cache`.
-        options: Options of the method.
+        options: Options of the method; with `window` also `kept`, the entries that stay beside the sinks.
     """
     made, quantized = found(method, quantized)
     if window is not None and while_decoding:
@@ -84,7 +84,7 @@ def compressed(
 
     def method_for(length: int) -> Method:
         if window is not None:
-            return make_method(config, made, window, sinks, ratio, None, **options)
+            return make_method(config, made, window, sinks, ratio, **options)
         return made.for_prompt(kind, length, sinks, ratio, rope, **options)
 
     if window is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,6 +18,7 @@ from fathom.models.axes.cache_name import CACHE
 
 from .build import METHODS, NAMES, UntunedWarning, base, build_cache, config_of, untuned
 from .cache import MemoryCache
+from .compressed import compressed
 from .prefill import prefill
 from .schedule import RATIO, SINKS
 from .whole import WHOLE
@@ -64,6 +67,21 @@ class Policy:
             except ValueError as error:
                 reason = str(error).replace("static=True: ", "`compile`: ")
                 raise SettingsError(f"kvcache={self.method}: {reason}") from error
+
+    def try_on(self, model: PreTrainedModel, static: bool = False) -> None:
+        """Refuse what the model cannot do, and warn if it was not tuned under a method that mixes entries."""
+        cache = self.empty(model, static)
+        if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
+            print(f"fathom: warning: {words}", file=sys.stderr)
+
+    @contextmanager
+    def throughout(self, model: PreTrainedModel) -> Iterator[None]:
+        """Within the block, every input that the model reads goes through an empty cache of this policy."""
+        self.try_on(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UntunedWarning)
+            with compressed(model, **vars(self)):
+                yield
 
     def read(
         self,
@@ -152,7 +170,5 @@ def choose(
     if base(method) not in NAMES:
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
     policy = cache_policy(method, getattr(model.config, "kvcache", None), options)
-    cache = policy.empty(model, static)
-    if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
-        print(f"fathom: warning: {words}", file=sys.stderr)
+    policy.try_on(model, static)
     return policy
