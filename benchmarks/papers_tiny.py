@@ -2,10 +2,10 @@
 
     python benchmarks/papers_tiny.py depth-attention/table1 ponderlm/top_k --log benchmarks/results/papers-tiny.json
 
-Reads demo/data in the directory where it is started (`make demo` writes it). Without names it makes all tables. A table
-that is in the log already is left out, so the command resumes. The second run is sent SIGKILL, with all its processes, after half of its models are
-trained and the next one has written a checkpoint. Then tables, weights, configurations, results and logs of the two
-directories are compared, without seconds and bytes of memory.
+Reads demo/data in the directory where it is started (`make demo` writes it). Without names it makes all tables. A
+table that is in the log already is left out, so the command resumes. The second run is sent SIGKILL, with all its
+processes, after half of its models are trained and the next one has written a checkpoint. Then tables, weights,
+configurations, results and logs of the two directories are compared, without seconds and bytes of memory.
 """
 
 from __future__ import annotations

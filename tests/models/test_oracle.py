@@ -452,7 +452,10 @@ def trips_of(config: dict[str, Any]) -> int:
 
 def restrict(case: Case) -> None:
     """Leave out what transformers cannot do: a static cache is only reordered, a sliding one not cropped, and in
-    float64 padding under eager attention is NaN, for Qwen3 too (its lowest number is no float32)."""
+    float64 padding under eager attention is NaN, for Qwen3 too (its lowest number is no float32). Windows refuse
+    padding between tokens."""
+    if case.padding == "holes" and case.config.get("use_sliding_window"):
+        case.padding = "left"
     if case.padding not in ("", "ones") and case.precision != "capped":
         case.backend = "sdpa"
     if case.kind in MUTATIONS and case.cache == "static":
