@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from fathom.experiments.paper import load_table
 from fathom.kvcache import METHODS
+from fathom.lineage.comparison import ANCHORS
+from fathom.models import FathomConfig
 from fathom.models.registry import MECHANISMS
 from fathom.recipe import KVCache
 from fathom.report.tables import markdown_table
@@ -42,11 +44,18 @@ CHOICES = (
         "depth_attention",
         "across_trips",
         UNKNOWN,
-        "none",
+        "no code",
         "null: `same_layer` in a loop, the literal reading; three rules fit the text",
     ),
     Choice(
         "depth_attention", "mixes", "`value`; keys are an ablation", "`value`", "how mixed keys are handed on is ours"
+    ),
+    Choice(
+        "depth_attention",
+        "k_norm_position",
+        "not stated",
+        "after RoPE under sdpa, before it under flash attention",
+        "a key of the model: Qwen3's order; `after_rope` opens the released weights",
     ),
     Choice(
         "attention_residuals",
@@ -66,6 +75,13 @@ CHOICES = (
         "ponder", "mixture_gain", "1", "1/K beside a first input times K, from 410M on", "full tiers take the scripts'"
     ),
     Choice("ponder", "trips", "4", "4", "the paper's"),
+    Choice(
+        "ponder",
+        "feed",
+        "`mixture`; others are ablations",
+        "`mixture`",
+        "where the projector and the learnt pause start, and that all trips share one, is ours",
+    ),
     Choice("ponder2", "trips", "2", "2", "the paper's"),
     Choice(
         "ponder2",
@@ -74,12 +90,15 @@ CHOICES = (
         "2 or 3 (Llama), 2 to 4 (NeoX)",
         "the paper's; the Pythia table takes 2 to 4",
     ),
+    Choice("ponder2", "jacobi_eval", "not stated", "3", "the code's"),
     Choice("ponder2", "jacobi_prefill", "not stated", "10 where the config has none", "the code's"),
     Choice("ponder3", "tau", "1e-4", "no code", "the paper's"),
+    Choice("ponder3", "jacobi_train", UNKNOWN, "no code", "trips to trips + 2"),
+    Choice("ponder3", "jacobi_eval", UNKNOWN, "no code", "ours"),
     Choice("ponder3", "router_damping", UNKNOWN, "no code", "replaced outright, so that rounds become exact"),
     Choice("ponder3", "penalty", UNKNOWN, "no code", "the estimator of the quality is ours"),
     Choice("ponder3", "penalty_max", UNKNOWN, "no code", "0.1 from step 4000 on"),
-    Choice("ponder3", "penalty_over", "the batch", "no code", "a row, so that ranks and micro-batches change nothing"),
+    Choice("ponder3", "penalty_over", UNKNOWN, "no code", "a row, so that ranks and micro-batches change nothing"),
     Choice("adaponder", "tau", "1e-4", "no code", "the paper's"),
     Choice("adaponder", "gate_bias", UNKNOWN, "no code", "starts open; the gate's activation is ours too"),
     Choice("adaponder", "penalty_max", "0.1", "no code", "the paper's"),
@@ -129,6 +148,13 @@ CHOICES = (
         "no code",
         "the stream itself goes round; the looped Depth-Attention models are not described further",
     ),
+    Choice(
+        "ics",
+        "anchors",
+        "each model's 4,096 rarest tokens",
+        "the same, counted on Wikipedia",
+        "strings that both tokenizers have; `ics_rarest` of exact mode has HuRef's own, by order of merges",
+    ),
 )
 """The default is read from the option."""
 
@@ -146,7 +172,12 @@ def faithfulness() -> str:
 
 
 def _default(mechanism: str, option: str) -> object:
-    """Of a mechanism's option, or of a cache's: a key of the recipe, or a parameter of its class."""
+    """Of a mechanism's option; of a cache's, which is a key of the recipe or a parameter of its class; of a key of the
+    model; or how many anchors a score has."""
+    if mechanism == "ics":
+        return ANCHORS
+    if hasattr(FathomConfig, option):
+        return getattr(FathomConfig, option)
     options = KVCache if mechanism in METHODS else MECHANISMS[mechanism].options
     fields = {field.name: field for field in dataclasses.fields(options)}
     if option in fields:

@@ -84,7 +84,7 @@ def compressed(
 
     def method_for(length: int) -> Method:
         if window is not None:
-            return make_method(config, made, window, sinks, ratio, **options)
+            return make_method(config, made, window, sinks, ratio, **options)  # type: ignore[arg-type]
         return made.for_prompt(kind, length, sinks, ratio, rope, **options)
 
     if window is not None:
