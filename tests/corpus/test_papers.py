@@ -30,6 +30,8 @@ WORKS = (
 FIGURE = (
     '<figure xml:id="f0"><head>Figure 1 .</head><figDesc>Depth of the river at nine bridges.</figDesc></figure>'
     '<figure xml:id="f1"><head>Figure 2</head><figDesc>-waves that a tool cut from their caption.</figDesc></figure>'
+    '<figure xml:id="f2"><figDesc>Depth of the river at all bridges. RI: river; LE: lead; TIBI.MCV</figDesc></figure>'
+    '<figure xml:id="f3"><figDesc>Depth of the river at all bridges RIVERS (2003) Nr.</figDesc></figure>'
 )
 
 
@@ -106,13 +108,41 @@ def test_the_pairs_of_a_tei_file(tmp_path: Path) -> None:
         f"River depth The river is deeper here than at any of the other bridges {cited(0)}.",
         f"Lead Lead is the oldest of the means that are known for this purpose {cited(0)}.",
         f"It is deep {cited(0)}.",
+        f"It is deeper here than at any of the other bridges 16 , Note that lead is heavy {cited(0)}.",
+        f"It is deeper here than at any of the other bridges {cited(0)} The lead is heavy and sinks.",
+        f"It is deeper here than at any of the other bridges {cited(0)}. 2 While lead is heavy, rope is not.",
+        f"Letters to: rope@lead.it and others. It is deep at po@lead.it and at all bridges {cited(0)}.",
+        f'It is "deeper here than at any of the other bridges {cited(0)}.',
+        f"The depth is given by x k D w k I z of the bridges that we have measured {cited(0)}.",
+        f"It is deeper here than at any of the other bridges (Fig. {shown(2)}).",
+        f"It is deeper here than at any of the other bridges (Fig. {shown(3)}).",
         f"It is deeper here than at any of the other bridges (Fig. {shown(1)}).",
     ],
 )
 def test_no_pair_is_made_of(sentence: str, tmp_path: Path) -> None:
-    """Two works, a figure beside a work, a journal, an answer in the question, pieces of sentences, headings."""
+    """Two works, a figure beside a work, a journal, an answer in the question, pieces of sentences, headings, notes and
+    formulas inside, captions that a tool cut."""
     found = paper(tmp_path, sentence)
     assert not found.citations and not found.captions
+
+
+def test_the_number_of_an_equation_is_no_citation(tmp_path: Path) -> None:
+    """`(3)` is one where most works are shown otherwise."""
+    equation = '<ref type="bibr" target="#b1">(3)</ref>'
+    stated = f"The depth at any of the bridges follows from the length of the rope by {equation}."
+    others = [f"It is deeper at bridge {n} than at any of the others in this valley {cited(0)}." for n in range(3)]
+    found = paper(tmp_path, stated, *others)
+    assert [title for _, title in found.citations] == ["Soundings of the lower Po"] * 3
+    assert [title for _, title in paper(tmp_path, stated).citations] == ["Rope and lead in practice"]
+
+
+def test_brackets_and_sites(tmp_path: Path) -> None:
+    works = WORKS.replace("Rope and lead in practice", "Rope and lead in practice | Rivers")
+    body = f"<p>It is deeper here ( by far ) than at any of the other bridges [ {cited(1)} ].</p>"
+    text = extract(write(tmp_path / "a.tei.xml", tei(f"<div>{body}</div>", back=works)), {}).text
+    assert restored(Paper, json.loads(text)).citations == [
+        ("It is deeper here (by far) than at any of the other bridges [[CITATION]].", "Rope and lead in practice")
+    ]
 
 
 def test_sentences() -> None:

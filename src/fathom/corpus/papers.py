@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -67,7 +67,7 @@ OPEN, BETWEEN, CLOSE = "\ue000", "\ue001", "\ue002"
 """Around a reference in a text that is still to be cut into sentences: its number, and what it shows."""
 MARK = re.compile(f"{OPEN}(\\d+){BETWEEN}([^{CLOSE}]*){CLOSE}")
 ABBREVIATION = re.compile(
-    r"\b(?:al|approx|ca|cf|ch|dr|e\.g|ed|eqs?|etc|figs?|i\.e|mrs?|ms|nos?|pp?|prof|refs?|resp|sect?|st|tab|vol|vs)\.$",
+    r"\b(?:al|approx|ca|cf|ch|dr|e\.g|ed|eqs?|etc|figs?|i\.e|mrs?|ms|nos?|nr|pp?|prof|refs?|resp|sect?|st|tab|vol|vs)\.$",
     re.IGNORECASE,
 )
 INITIAL = re.compile(r"\b[A-Z]\.$")
@@ -76,13 +76,25 @@ END = re.compile(rf"[.!?][”\"')\]]*(?=\s+(?:[A-Z“\"(\[]|{OPEN}))")
 LABEL = re.compile(
     r"^(?:(?:fig(?:ure)?|tab(?:le)?)\b\.?\s*(?:[A-Z]?\d+[a-z]?|[IVX]+)?|\d+)\s*[.:|–-]*\s*", re.IGNORECASE
 )
-VENUE = re.compile(r"\.\s+In\b:?.*$|^.*\b(?:19|20)\d\d\.\s+")
-"""Behind a title, where GROBID takes the proceedings for a part of it; and authors and year before it."""
+VENUE = re.compile(r"\.\s+In\b:?.*$|\s+\|[^|]*$|^.*\b(?:19|20)\d\d\.\s+")
+"""Behind a title, where GROBID takes the proceedings or the name of a site for a part of it; and authors and year
+before it."""
 JOURNAL = re.compile(r"^(?:Annals|Bulletin|Journal|Proceedings|Transactions)\b")
 HEADING = re.compile(
     r"^(?:[\w-]+ ){1,6}(?:The|Since|To|We|Here|In|This|Our|These|For|An|It|As|If|When)\b|^([\w-]+) \1\b"
 )
 """A heading without a full stop, which GROBID takes for the beginning of a sentence."""
+FOOTNOTE = re.compile(
+    r"(?:[a-z,] \d{1,2} ,?|[])]) ?(?:A|An|As|For|Here|In|It|Note|Our|See|That|The|These|This|We)\b"
+    r"|[.?!] \d{1,2} [A-Z]|\w@\w"
+)
+"""A note or another sentence that GROBID takes for a part of this one, and a line of addresses."""
+LETTERS = re.compile(r"(?:(?<!\S)[^\W\d_aAI](?!\S).*){4}")
+"""A formula that came apart."""
+CUT_LIST = re.compile(r"\b[\w.]+: [^:;]+; [\w.]+$")
+"""A list of abbreviations whose last one is not explained."""
+NUMBERED = re.compile(r"\(\d+\)")
+"""How equations and items are numbered, and rarely works."""
 LEAST = {"title": 3, "abstract": 30, "caption": 5, "sentence": 8}
 """Words that each must have."""
 MOST = {"title": 40, "abstract": 600, "caption": 150, "sentence": 80}
@@ -180,7 +192,9 @@ def _fits(kind: str, text: str) -> bool:
     words = text.split()
     plain = sum(word.strip("“”\"'()[],.;:!?").isalpha() for word in words)
     whole = all(text.count(one) == text.count(other) for one, other in ("()", "[]", "“”"))
+    whole = whole and (kind == "abstract" or text.count('"') % 2 == 0)
     begun = text[:1].isupper() or text[:1].isdigit() or kind != "caption"
+    whole = whole and (kind != "sentence" or not LETTERS.search(text))
     return begun and whole and LEAST[kind] <= len(words) <= MOST[kind] and 2 * plain > len(words)
 
 
@@ -212,7 +226,9 @@ class _References(Converter):
         if abstract is not None:
             found.abstract = " ".join(self.plain(one) for one in abstract.iter() if tag_of(one) == "p")
         captions = {name: self._caption(block) for name, block in self.blocks.items()}
-        for sentence in self._sentences():
+        found_sentences = [one for one in self._sentences() if not FOOTNOTE.search(MARK.sub(r"\2", one))]
+        wrong = self._no_citation(found_sentences)
+        for sentence in found_sentences:
             marks = [(self._targets[int(number)], shown) for number, shown in MARK.findall(sentence)]
             named = [target for target, _ in marks if target in captions]
             cited = [target for target, _ in marks if target in self.titles]
@@ -220,11 +236,20 @@ class _References(Converter):
                 text = MARK.sub(r"\2", sentence)
                 if _fits("sentence", text):
                     found.captions.append((text, *captions[named[0]]))
-            elif len(marks) == len(cited) == 1 and self.titles[cited[0]] in found.works:
+            elif len(marks) == len(cited) == 1 and self.titles[cited[0]] in found.works and not wrong(marks[0][1]):
                 text = MARK.sub("[CITATION]", sentence)
                 if _fits("sentence", text) and self.titles[cited[0]].lower() not in text.lower():
                     found.citations.append((text, self.titles[cited[0]]))
         return found
+
+    def _no_citation(self, found: Sequence[str]) -> Callable[[str], bool]:
+        """Whether what a reference to a work shows is the number of an equation: where most works are shown otherwise,
+        `(3)` is."""
+        works = [
+            shown for one in found for number, shown in MARK.findall(one) if self._targets[int(number)] in self.titles
+        ]
+        rare = 2 * sum(bool(NUMBERED.fullmatch(shown.strip())) for shown in works) < len(works)
+        return lambda shown: rare and NUMBERED.fullmatch(shown.strip()) is not None
 
     def _caption(self, block: Element) -> tuple[str, str]:
         """`figure` or `table`, and the caption without its label."""
@@ -233,12 +258,15 @@ class _References(Converter):
         parts = [part for part in said if part]
         if any(part[0].islower() or not part[0].isalnum() for part in parts):
             return kind, ""  # GROBID cut it in the middle
+        if any(CUT_LIST.search(part) or ABBREVIATION.search(part.rstrip(".") + ".") for part in parts):
+            return kind, ""  # or before its end
         return kind, " ".join([part if part.endswith((".", "?", "!", ":")) else f"{part}." for part in parts])
 
     def _sentences(self) -> Iterator[str]:
         """Sentences of the body's paragraphs, with marks."""
         for paragraph in _paragraphs(self._body):
-            yield from sentences(re.sub(r"\s+", " ", self.inline(paragraph, [])).strip())
+            text = re.sub(r"\s+", " ", self.inline(paragraph, [])).strip()
+            yield from sentences(re.sub(r"(?<=[(\[]) | (?=[)\]])", "", text))
 
 
 def _journals(root: Element) -> set[str]:
