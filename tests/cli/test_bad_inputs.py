@@ -481,6 +481,10 @@ EVALUATE_OTHERS = [
     ("deepened model model model --kvcache drop", "--kvcache"),
     ("tuned model model --benchmark nowhere", "nowhere"),
     ("tuned model model --benchmark empty --tasks piqa", "--tasks"),
+    ("samples model model", "two runs are called 'model'"),
+    ("samples model", "two runs or more"),
+    ("samples model other=nowhere", "nowhere: no such folder"),
+    ("samples model other=model", "no samples_TASK_DATE.jsonl in it"),
 ]
 SERVE = [
     ("", "model"),
@@ -870,7 +874,7 @@ def _tried(case: Case, here: Path, taken: str, capsys: pytest.CaptureFixture[str
 WHOLE = {line for line, *_ in FEW} | {line for line in CASES if line.startswith(("generate model", "chat model"))}
 WHOLE |= {"zzz", "Train good.yaml", "train ", "train binary.yaml", "train good.yaml model.mixer=blender"}
 WHOLE |= {"evaluate deepened model model --perplexity good.txt", "evaluate tuned model model --benchmark nowhere"}
-WHOLE |= {"evaluate caches model --perplexity good.txt --kvcache nope"}
+WHOLE |= {"evaluate caches model --perplexity good.txt --kvcache nope", "evaluate samples model model"}
 WHOLE |= {"recipes list tiny", "corpus nowhere.yaml", "recipes copy", "recipes copy tiny --to file"}
 LOADS = "evaluate model --tasks"
 """What imports lm-eval, which takes seconds."""

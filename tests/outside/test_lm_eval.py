@@ -16,6 +16,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fathom.checkpoints.export import export
+from fathom.evaluation.samples import compare_samples
 from fathom.inference.generate import generate_batch
 from fathom.inference.settings import Sampling
 from tests.outside.models import CLIENTS, build, exported
@@ -58,6 +59,21 @@ def test_the_command_line_scores_as_the_model_does(name: str, tmp_path: Path) ->
     model = f"pretrained={directory},trust_remote_code=True,dtype=float32"
     (rows,) = scored(tmp_path, ["--model", "hf", "--device", "cpu", "--model_args", model], "fathoms")
     assert torch.allclose(likelihoods_of(rows), log_likelihoods(directory), atol=1e-3)
+
+
+def test_its_runs_are_paired_by_question(tmp_path: Path) -> None:
+    """What `--log_samples` wrote of two models, by `fathom evaluate samples`, with lm-eval's own numbers."""
+    right = {}
+    for name in ("vanilla", "loop"):
+        (tmp_path / name).mkdir()
+        directory = exported(name, tmp_path / name)
+        model = ["--model", "hf", "--model_args", f"pretrained={directory},trust_remote_code=True,dtype=float32"]
+        (rows,) = scored(tmp_path / name, model, "fathoms")
+        right[name] = [float(row["acc"]) for row in rows]
+    folders = [f"{name}={tmp_path / name / 'out'}" for name in right]
+    found = {row.metric: row for row in compare_samples(folders).rows}["acc"]
+    assert found.scores == {name: sum(some) / len(some) for name, some in right.items()}
+    assert found.differences["loop"].pairs == len(ITEMS)
 
 
 @pytest.mark.parametrize("name", ["vanilla", "loop"])

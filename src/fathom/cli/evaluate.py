@@ -28,7 +28,7 @@ def add(parser: Parser) -> None:
     add_kvcache(caches, f"through which --tasks are read, to compare: full, {CACHES}")
     add_limit(parser)
     add_running(parser)
-    parser.epilog = "see also: fathom evaluate deepened, fathom evaluate tuned, fathom evaluate caches"
+    parser.epilog = "see also: fathom evaluate deepened, tuned, samples and caches"
 
 
 def add_models(parser: Parser) -> None:

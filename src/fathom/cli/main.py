@@ -36,6 +36,7 @@ COMMANDS = {
     "evaluate": "score checkpoints on lm-eval's tasks and on any text, with paired differences",
     "evaluate deepened": "report the effect of a mechanism: a base, its deepened model, and a control",
     "evaluate tuned": "compare a base with a tuned model on the questions and the held-out text of its corpus",
+    "evaluate samples": "paired differences of lm-eval runs made elsewhere, from their --log_samples files",
     "evaluate caches": "compare KV caches: loss by length, questions, bytes and time",
     "lens": "write a page with a model's depth weights and its predictions after every layer",
     "serve": "serve a model with an OpenAI-compatible API",

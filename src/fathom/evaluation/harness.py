@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fathom.data.sources import CLUSTER
 from fathom.errors import DataError
-from fathom.evaluation.paired import Items, Scored
+from fathom.evaluation.paired import Items, Scored, aggregated, same
 from fathom.evaluation.tasks import file_task, load_task, task_manager
 from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
@@ -170,19 +169,10 @@ def _items(
     made: dict[str, Items] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
         mine = [d for d in documents if d["filter"] == chosen and metric in d]
-        found, clusters = [d[metric] for d in mine], [d.get("doc", {}).get(CLUSTER) for d in mine]
+        clusters = [d.get("doc", {}).get(CLUSTER) for d in mine]
         reported = numbers.get(f"{metric},{chosen}")
-        if aggregation == "mean":
-            items = Items([float(value) for value in found])
-        elif aggregation == "perplexity":
-            items = Items([-float(value) for value in found], log=True)
-        elif aggregation in ("weighted_perplexity", "bits_per_byte"):
-            log = aggregation == "weighted_perplexity"
-            scale = 1.0 if log else math.log(2)
-            items = Items([-a / scale for a, _ in found], [float(w) for _, w in found], log=log)
-        else:
-            continue
-        if found and isinstance(reported, float) and _same(items.score, reported):
+        items = aggregated([d[metric] for d in mine], aggregation) if mine else None
+        if items is not None and isinstance(reported, float) and same(items.score, reported):
             named = any(one is not None for one in clusters)
             made[metric if chosen == "none" else f"{metric},{chosen}"] = replace(
                 items, clusters=clusters if named else None
@@ -195,9 +185,9 @@ def _whole(parts: list[Items], reported: float) -> Scored | None:
     pooled = Items([value for part in parts for value in part.values], clusters=_pooled_clusters(parts))
     if any(part.weights is not None or part.log for part in parts):
         return None
-    if _same(pooled.score, reported):
+    if same(pooled.score, reported):
         return [pooled]
-    return parts if _same(sum(part.score for part in parts) / len(parts), reported) else None
+    return parts if same(sum(part.score for part in parts) / len(parts), reported) else None
 
 
 def _pooled_clusters(parts: list[Items]) -> list[object] | None:
@@ -209,10 +199,6 @@ def _pooled_clusters(parts: list[Items]) -> list[object] | None:
         for number, part in enumerate(parts)
         for one in part.clusters or [None] * len(part.values)
     ]
-
-
-def _same(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def _leaves(children: Mapping[str, Sequence[str]], group: str) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +53,28 @@ class Items:
     def pairs_with(self, other: Items) -> bool:
         """Whether both weigh the same documents alike."""
         return len(self.values) == len(other.values) and _weights(self).tolist() == _weights(other).tolist()
+
+
+AGGREGATIONS = ("mean", "perplexity", "weighted_perplexity", "bits_per_byte")
+"""lm-eval's aggregations that are means over documents, or the exponential of one."""
+
+
+def aggregated(values: Sequence[Any], aggregation: str) -> Items | None:
+    """A metric's values of each document as items; None for an aggregation that is no mean."""
+    if aggregation == "mean":
+        return Items([float(value) for value in values])
+    if aggregation == "perplexity":
+        return Items([-float(value) for value in values], log=True)
+    if aggregation in ("weighted_perplexity", "bits_per_byte"):
+        log = aggregation == "weighted_perplexity"
+        scale = 1.0 if log else math.log(2)
+        return Items([-a / scale for a, _ in values], [float(w) for _, w in values], log=log)
+    return None
+
+
+def same(a: float, b: float) -> bool:
+    """Whether two numbers agree up to rounding."""
+    return math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def difference(items: Items, control: Items) -> Difference:

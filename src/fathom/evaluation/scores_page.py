@@ -22,7 +22,7 @@ ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows
 
 def page(report: ScoresReport, source: Provenance) -> str:
     """The whole report."""
-    scores = html.table(*score_table(report, report.rows))
+    scores = html.table(*score_table(list(report.checkpoints), report.rows))
     return html.page(
         f"Scores of {', '.join(report.checkpoints)}",
         verdict(report),
@@ -46,32 +46,30 @@ def verdict(report: ScoresReport) -> str:
     return f"{first} has a perplexity of {score.perplexity:.4f} on {entry.text}, over {score.tokens:,} tokens."
 
 
-def interval_notes(report: ScoresReport) -> Iterator[str]:
+def interval_notes(rows: Sequence[ScoreRow]) -> Iterator[str]:
     """How to read the intervals, where there are some: too few documents give none."""
-    gaps = report.gaps()
+    gaps = [gap for row in rows for gap in row.differences.values()]
     if any(gap.low is not None for gap in gaps):
         yield INTERVALS
     if any(gap.low is None for gap in gaps):
         yield TOO_FEW
     if any(gap.significant for gap in gaps):
         yield ASTERISK
-    if skewed := [
-        f"{row.task} ({row.metric})" for row in report.rows if any(g.skewed for g in row.differences.values())
-    ]:
+    if skewed := [f"{row.task} ({row.metric})" for row in rows if any(gap.skewed for gap in row.differences.values())]:
         yield SKEWED.format(", ".join(skewed))
 
 
 def notes(report: ScoresReport) -> Iterator[str]:
     """Notes on the numbers."""
-    yield from interval_notes(report)
+    yield from interval_notes(report.rows)
     for name, entry in report.checkpoints.items():
         yield from (f"{name}: {task} failed: {reason}" for task, reason in entry.failed.items())
         yield from entry.notes
 
 
-def score_table(report: ScoresReport, shown: Sequence[ScoreRow]) -> PlainTable:
-    """Some of the rows; an asterisk marks differences that are significant after Holm's adjustment over all of them."""
-    names, cells = list(report.checkpoints), []
+def score_table(names: Sequence[str], shown: Sequence[ScoreRow]) -> PlainTable:
+    """Some rows; an asterisk marks differences that are significant after Holm's adjustment over all of them."""
+    cells = []
     for row in shown:
         values = [_number(row.scores.get(name)) for name in names]
         gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]

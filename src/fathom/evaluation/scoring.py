@@ -319,7 +319,7 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
     several, texts = len(report.checkpoints) > 1, {text for _, text, _ in report.texts()}
     if several or texts:
         shown = [row for row in report.rows if several or row.task in texts]  # lm-eval's tables have the others
-        console.print(terminal_table(*score_table(report, shown), left=2))
+        console.print(terminal_table(*score_table(list(report.checkpoints), shown), left=2))
     if texts:
         console.print("", terminal_table(*context_table(report)))
     scores = [score for *_, score in report.texts()]
@@ -331,7 +331,7 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
             "rounds, which approximate decoding. The gap to decoding is measured on a sample, with 95 % intervals "
             "over windows."
         )
-    if notes := " ".join(interval_notes(report)):
+    if notes := " ".join(interval_notes(report.rows)):
         print(f"\n{notes}")
     if out is not None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)

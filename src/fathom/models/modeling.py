@@ -559,7 +559,7 @@ class FathomModel(FathomPreTrainedModel):
     @property
     def window(self) -> int | None:
         """The fewest tokens that a layer reads; None if all read everything before."""
-        spans = [span for span in (*self.reach.values(), self.config.chunk_size) if span]
+        spans = [span for span in (*self.reach.values(), self.config.attention_chunk_size) if span]
         return min(spans) if spans else None  # a default of `min` would break a compiled graph
 
     @property

@@ -56,7 +56,8 @@ def test_a_bank_that_trips_share_is_seen(monkeypatch):
 @pytest.mark.parametrize("name", families())
 def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
     """Experts that files hold one by one are joined; what is generated is the same."""
-    theirs_of(name).save_pretrained(tmp_path)
+    # Youtu's class sets the padding token's row to zero after it was read
+    theirs_of(name, **({"pad_token_id": None} if name == "youtu" else {})).save_pretrained(tmp_path)
     settings = {"attn_implementation": backend_of(name), "dtype": torch.float32}
     ours = FathomForCausalLM.from_pretrained(tmp_path, **settings).eval()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, **settings).eval()

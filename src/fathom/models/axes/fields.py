@@ -105,8 +105,8 @@ class DecoderConfig(Qwen3Config):
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
-    def chunk_size(self) -> int | None:
-        """Tokens of the chunks that a host's layers read; None if they read none."""
+    def attention_chunk_size(self) -> int | None:
+        """Tokens of the chunks that a host's layers read, by the name that caches ask for; None if they read none."""
         return self.native.get("attention_chunk_size") if "chunked_attention" in self.layer_types else None
 
     @property
