@@ -373,19 +373,89 @@ CHANGES: dict[str, tuple[str, str]] = {
     "lines": ("\n 12  ", ""),
     "subtitles": ("\n\n7\n00:00:01,000 --> 00:00:02,500\n", ""),
     "times": ("\n[00:12] ", ""),
+    "lists of notes": (" (12, 13)", ""),
+    "figures": (" (see Figs. 2a and 3)", ""),
+    "raised": ("^12^", ""),
+    "inline notes": ("^[see there]", ""),
+    "notes of org": ("[fn:1]", ""),
+    "notes of AsciiDoc": ("footnote:[see there]", ""),
+    "keys of Sphinx": (" :cite:`smith2020`", ""),
+    "wanted": ("{{citation needed|date=May 2020}}", ""),
+    "spans": ("]{.smallcaps}", "["),
+    "colours": ("{color}", "{color:red}"),
+    "identifiers": (" (doi:10.1234/abc.5)", ""),
+    "comments": ("<!-- see there -->", ""),
+    "footnotes": ("\\footnote{see there}", ""),
+    "readings": ("<rt>xu</rt>", ""),
+    "long links": ("</a>", f'<a href="https://a.org/?{"x=y&" * 200}">'),
+    "pages": ("\n\fPage 12 of 30\n", ""),
+    "strings": ('"\ntext += f"', ""),
+    "logs": ("\n2026-01-01 12:00:00,123 INFO ", ""),
+    "speakers": ("\nSPEAKER_00: ", ""),
+    "frames": ("\n{100}{140}", ""),
+    "cues": ("\n\n0:00:01.000,0:00:03.000\n", ""),
+    "BASIC": ("\nREM ", ""),
 }
 """What stands behind a word, and before it."""
 
 
-@pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("length", [5, 10, 20])
-def test_what_editors_put_between_words_hides_nothing(kind: str, length: int) -> None:
+def test_what_editors_put_between_words_hides_nothing(length: int) -> None:
     item = Item("x", " ".join(WORDS[:length]), ("fish", "fowl"), 0, "fish")
-    after, before = CHANGES[kind]
-    words = [f"{before}{word}{after}" if at % 4 == 1 else word for at, word in enumerate(WORDS[:length])]
-    text = " ".join(words)
-    assert finds(item, around(f"{text}? Fish."))
-    assert not finds(item, around(f"{text.replace(WORDS[length // 2], 'other')}? Fish."))
+    matcher = Matcher([build_index([item], Decontaminate())[0]], [[item]])
+    for kind, (after, before) in CHANGES.items():
+        words = [f"{before}{word}{after}" if at % 4 == 1 else word for at, word in enumerate(WORDS[:length])]
+        text = " ".join(words)
+        other = text.replace(WORDS[length // 2], "some other word")
+        assert [bool(found) for found in matcher.hits([around(f"{one}? Fish.") for one in (text, other)])] == [
+            True,
+            False,
+        ], kind
+
+
+def test_what_no_reader_shows_is_searched() -> None:
+    """Comments, footnotes, and attributes of tags, in which rows of XML have their texts."""
+    item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
+    for form in (
+        "<!-- {} Fish. -->",
+        "\\footnote{{{} Fish.}}",
+        '<img src="a.png" alt="{} Fish.">',
+        "<div data-question='{}' data-answer='fish'></div>",
+        '<row Id="4" Title="{}" Body="&lt;p&gt;Fish.&lt;/p&gt;" />',
+    ):
+        (hit,) = hits([item], text := around(form.format(f"{item.stem}?")))
+        assert text[hit.start : hit.end].lower().startswith(item.stem) and text[hit.end - 4 : hit.end].lower() == "fish"
+        assert not finds(item, around(form.format("Another question?")))
+
+
+def test_reasons_may_stand_before_the_answer() -> None:
+    """As many as a model writes, if the next answer is the question's; not one that any text has."""
+    item = Item("x", " ".join(WORDS[:6]), ("zinc oxide", "tin"), 0, "zinc oxide")
+    reasons = " ".join(WORDS[10:50])
+    for end in ("So the answer is zinc oxide.", "\n\nAnswer: (b) zinc oxide", "Thus \\boxed{\\text{zinc oxide}}"):
+        assert finds(item, around(f"{item.stem}? {reasons}. {end}"))
+        assert not finds(item, around(f"{item.stem}? {reasons}. {end.replace('zinc', 'not zinc')}"))
+        assert not finds(item, around(f"{item.stem}? {reasons}. The answer is tin. {end}"))
+    assert finds(item, around(f"{item.stem}? <think>{reasons}\n{reasons}</think> Zinc oxide"))
+    assert not finds(item, around(f"{item.stem}? {reasons}. Zinc oxide"))
+    assert not finds(Item("y", item.stem, gold="yes"), around(f"{item.stem}? {reasons}. The answer is yes."))
+
+
+def test_escapes_of_programs_and_of_other_code_pages() -> None:
+    item = Item("x", f"{WORDS[0]}'s {' '.join(WORDS[1:6])}", ("fish", "fowl"), 0, "fish")
+    asked = f"{item.stem.replace(chr(39), '’')}? Fish."
+    for text in (
+        repr(asked.encode()),
+        asked.replace("’", "\\x27"),
+        asked.replace("’", "\\'92"),
+        asked.replace(" ", "%u0020"),
+        asked.encode().decode("cp1252"),
+        f"{item.stem}?\\tfish",
+        "\u200b".join(asked.split()),
+        "".join(chr(0x24D0 + ord(one) - ord("a")) if "a" <= one <= "z" else one for one in asked),
+    ):
+        assert finds(item, around(text)), text
+        assert not finds(item, around(text.replace("sh", "wl"))) or "\u24d0" < text[-2] < "\u24ea"
 
 
 def test_numbers_of_the_text_are_no_numbers_of_its_apparatus() -> None:

@@ -38,6 +38,9 @@ AROUND = 900
 """Characters that are read once more before and after what stands between the words of a text."""
 DEEPEST = 3
 """Times that markup may be spelled by entities."""
+TAG = re.compile(r"<[a-zA-Z][^<>]{20,20000}>")
+SEVERAL = 4
+"""Words of a tag, without which its attributes hold no question."""
 
 LATIN = {shape: letter for letter, shapes in SHAPES.items() for shape in shapes}
 LATIN_OF = {ord(shape): letter for letter, shapes in LOOKALIKES.items() for shape in shapes}
@@ -97,6 +100,17 @@ def bare(text: str) -> list[Folded]:
     return found
 
 
+def attributes(text: str) -> Folded | None:
+    """What tags say in attributes of several words, folded: texts of pictures, questions for scripts, rows of XML."""
+    tags = [match.span() for match in TAG.finditer(text)] if "<" in text and "=" in text else []
+    said = [(low + 1, high - 1) for low, high in tags if len(text[low:high].split()) >= SEVERAL]
+    if not said:
+        return None
+    gaps = zip([0, *(high for _, high in said)], [*(low for low, _ in said), len(text)], strict=True)
+    one = _replaced(text, ((*gap, "\n") for gap in gaps))
+    return one.then(folded(one.text))
+
+
 def rejoined(one: Folded, known: Container[str]) -> Folded | None:
     """A folded text with hyphenated words joined if the whole is a known word; None if there is none."""
     text = one.text
@@ -151,9 +165,10 @@ def _plainest(text: str) -> Folded:
 
 
 def _fold(character: str) -> str:
-    if unicodedata.category(character)[0] in "SPZ":  # no part of a word: ´ would leave a mark, and ™ letters, in one
-        return character
     plain = unicodedata.normalize("NFKC", character)
+    circled = len(plain) == 1 and plain.isalpha()
+    if unicodedata.category(character)[0] in "SPZ" and not circled:  # no part of a word: ´ would leave a mark in one
+        return character
     if plain != character and "\u2044" in plain:  # a fraction, which is not a digit of the preceding number
         return f" {plain}"
     plain = unicodedata.normalize("NFC", ACCENTS.sub("", unicodedata.normalize("NFD", plain)))

@@ -26,6 +26,10 @@ OCR = {"e": "c", "l": "1", "o": "0", "i": "l", "t": "f", "h": "b", "n": "u", "a"
 BRITISH = (("color", "colour"), ("center", "centre"), ("ize", "ise"), ("yze", "yse"), ("meter", "metre"),
            ("avor", "avour"), ("gray", "grey"), ("aluminum", "aluminium"), ("fense", "fence"))  # fmt: skip
 SHORTENED = ((" is ", "'s "), (" are ", "'re "), (" not ", "n't "), (" will ", "'ll "), (" would ", "'d "))
+REASONS = (
+    "Let us think step by step. A careful reader first looks at what is asked, then at what is known of each thing, "
+    "and rules out what cannot be so, which leaves one thing alone."
+)
 INSERTED = ("really", "then", "also", "quite", "always", "new", "very", "old")
 
 
@@ -122,6 +126,10 @@ def _hyphenated(item: Item, mark: str) -> str:
         return f"{word[:3]}-\n{mark}{word[3:]}" if len(word) > 6 and word.isalpha() else word
 
     return mark + every(whole(item), 3, divided)
+
+
+def _attributes(item: Item, tag: str) -> str:
+    return tag.format(*(f'"{html.escape(text)}"' for text in (asked(item), item.gold)))
 
 
 def _grouped(text: str, comma: str) -> str:
@@ -231,6 +239,25 @@ FORMS: dict[str, Form] = {
     "hyphenated comments": lambda item, _: _hyphenated(item, "# "),
     "URL": lambda item, _: f"https://a.org/s?q={quote_plus(whole(item))}",
     "URL, twice": lambda item, _: quote(quote(whole(item))),
+    "comment of HTML": lambda item, _: f"<!-- {asked(item)} Answer: {item.gold} -->",
+    "attributes": lambda item, _: _attributes(item, "<div data-question={} data-answer={}></div>"),
+    "rows of XML": lambda item, _: _attributes(item, '<row Id="4" Title={} Body={} Score="3"/>'),
+    "footnote of LaTeX": lambda item, _: f"\\footnote{{{whole(item)}}}",
+    "reasons": lambda item, _: f"{asked(item)}\n{REASONS} So the answer is {item.gold}.",
+    "<think>": lambda item, _: f"{asked(item)}\n<think>\n{REASONS}\n</think>\n\n{item.gold}",
+    "circled letters": lambda item, _: "".join(
+        chr(0x24D0 + ord(one) - ord("a")) if "a" <= one <= "z" else one for one in whole(item).lower()
+    ),
+    "blanks without width": lambda item, _: whole(item).replace(" ", "\u200b"),
+    "notes (12, 13)": lambda item, _: put(whole(item), 5, " (12, 13)"),
+    "(see Fig. 2a)": lambda item, _: put(whole(item), 5, " (see Fig. 2a)"),
+    "notes ^12^": lambda item, _: put(whole(item), 5, "^12^"),
+    "{{citation needed}}": lambda item, _: put(whole(item), 5, "{{citation needed|date=May 2020}}"),
+    "spans of Pandoc": lambda item, _: every(whole(item), 4, lambda word: f"[{word}]{{.smallcaps}}"),
+    "page breaks": lambda item, _: _lines(item, lambda n: "\fPage 12 of 30\n" if n % 3 == 2 else ""),
+    "Python, line by line": lambda item, _: _lines(item, lambda n: '"\ntext += f"' if n > 1 else 'text = f"'),
+    "log": lambda item, _: _lines(item, lambda n: f"2026-01-01 12:00:{n % 60:02d},123 INFO "),
+    "speakers": lambda item, _: _lines(item, lambda n: f"SPEAKER_0{n % 2}: "),
     "quoted-printable": lambda item, _: quopri.encodestring(whole(item).encode()).decode(),
 }  # fmt: skip
 """A leak's text, by its form, with the question's words unchanged."""

@@ -7,9 +7,9 @@ A leak is one of three passages:
 - a whole question of any length, with its answer next to it.
 
 Up to eight words, label words ("Answer: (b)", "He replied:") and the other choices may stand between question and
-answer; the answer may also stand before its question, as in a row whose keys are sorted. An answer that any text
-has, such as `no` or `3`, counts only after label words. Runs that several questions share are the benchmark's template,
-and choices alone are not a question: neither is a leak.
+answer; the answer may also stand before its question, as in a row whose keys are sorted, or behind reasons that end
+with "so the answer is". An answer that any text has, such as `no` or `3`, counts only after label words. Runs that
+several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from fathom.corpus import near
 from fathom.corpus.benchmarks import Item, filled, plain, plain_all
-from fathom.corpus.folding import Folded, bare, folded, rejoined
+from fathom.corpus.folding import Folded, attributes, bare, folded, rejoined
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.words import Numbers, Words, run_numbers, words_of
 
@@ -50,6 +50,8 @@ MOST_LABELS, MOST_WORDS = 8, 8
 """Label words, and other words, between a question and its answer, or between two choices."""
 COMMON = ("yes", "no", "true", "false")
 """Answers that any text may have after a question, beside label words and digits: only label words lead to them."""
+CONCLUSIONS, REASONS = ("answer", "boxed"), 200
+"""What an answer behind reasons follows, and the words of these."""
 DENIALS = ("not", "never", "nothing", "neither", "nor", "except")
 """Words after which an answer is not given."""
 SHARED = 3
@@ -243,6 +245,7 @@ class Matcher:
         whole = [folded(text) for text in texts]
         found = self._hits(whole, True)
         again = [(number, one) for number, text in enumerate(texts) for one in bare(text)]
+        again += [(number, one) for number, text in enumerate(texts) if (one := attributes(text))]
         joined = ((number, rejoined(one, self._vocabulary)) for number, one in [*enumerate(whole), *again])
         again += [(number, one) for number, one in joined if one]
         for (number, _), hits in zip(again, self._hits([one for _, one in again]), strict=True):
@@ -378,7 +381,21 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
         elif rest and others and rest[0] not in _denials():
             place, others, vague = place + 1, others - 1, True
         else:
-            return 0
+            return _concluded(after, place, wanted)
+
+
+def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> int:
+    """How many words after a question its answer ends, if reasons stand between them, and "so the answer is"."""
+    said = next(
+        (at for at in range(place, min(place + REASONS, len(after))) if after[at] in _conclusions()), len(after)
+    )
+    for at in range(said + 1, min(said + 1 + MOST_LABELS, len(after))):
+        for gold in wanted.golds:
+            if list(after[at : at + len(gold)]) == gold and not _common().issuperset(gold):
+                return at + len(gold)
+        if after[at] not in _labels():
+            break
+    return 0
 
 
 def _alternatives(after: Sequence[int], wanted: Wanted) -> int:
@@ -405,6 +422,11 @@ def _labels() -> frozenset[int]:
 @functools.cache
 def _common() -> frozenset[int]:
     return _set_of([*LABELS, *COMMON])
+
+
+@functools.cache
+def _conclusions() -> frozenset[int]:
+    return _set_of(CONCLUSIONS)
 
 
 @functools.cache

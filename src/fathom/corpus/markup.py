@@ -11,8 +11,10 @@ from collections.abc import Iterator
 
 INLINE = "a|abbr|b|bdi|big|cite|code|em|font|i|ins|kbd|mark|q|s|samp|small|span|strong|sub|tt|u|var|wbr"
 """Tags that may stand within a word; all others part words."""
+LONGEST = 2000
+"""Characters of a tag's attributes, which a reading of their own searches."""
 NAMED = (
-    r"cite[a-z]*|[a-z]*ref|label|footnote|footnotemark|footnotetext|index|includegraphics|begin|end|[vh]space|bibitem|href"
+    r"[a-z]*cite[a-z]*|[a-z]*ref|label|footnotemark|index|includegraphics|begin|end|[vh]space|bibitem|href"
     r"|color|textcolor|input"
 )
 """LaTeX commands whose argument is no text of the document."""
@@ -22,7 +24,7 @@ FORMAT = (
     r"|normalsize|bf(?:series)?|it(?:shape)?|rm|em|sf|tt|sc|sl|left|right|[bB]igg?[lrm]?|display(?:style)?|textstyle"
     r"|[dt]?frac|sqrt|cdot|times|div|pm|mp|leq?|geq?|neq?|approx|sim|equiv|to|(?:long)?[lrLR](?:eft)?(?:ight)?arrow|infty"
     r"|[lc]?dots|q?quad|item|noindent|par|newline|linebreak|hline|centering|circ|degree|prime|section|subsection|paragraph"
-    r"|caption|sum|int|prod|ldotp|textquote[a-z]*|textendash|textemdash|guillemot[a-z]*"
+    r"|caption|footnote(?:text)?|sum|int|prod|ldotp|textquote[a-z]*|textendash|textemdash|guillemot[a-z]*"
 )
 """LaTeX commands that say how text is set, or that stand for a sign."""
 SMALL = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi psi"
@@ -33,9 +35,8 @@ RAISED = {ord(high): str(digit) for digit, high in enumerate("⁰¹²³⁴⁵⁶
 PARTS = {
     "entity": r"&(?:#\d{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,30});",
     "raised": r"<sup>\s*\[?(?P<sup>\d{1,3})\]?\s*</sup>|(?P<high>[⁰¹²³⁴-⁹]+)",
-    "comment": r"<!--.{0,2000}?-->",
-    "inline": rf"</?(?:{INLINE})(?:\s[^<>=]{{1,40}}=[^<>]{{0,300}})?\s?/?>",
-    "tag": r"</?[a-zA-Z][a-zA-Z0-9]{0,14}(?:\s[^<>=]{1,40}=[^<>]{0,300})?\s?/?>",
+    "inline": rf"</?(?:{INLINE})(?:\s[^<>=]{{1,40}}=[^<>]{{0,{LONGEST}}})?\s?/?>",
+    "tag": rf"</?[a-zA-Z][a-zA-Z0-9]{{0,14}}(?:\s[^<>=]{{1,40}}=[^<>]{{0,{LONGEST}}})?\s?/?>",
     "token": r"<\|[^<>|\s]{1,40}\|>|</?[a-zA-Z]{2,12}(?:_[a-zA-Z]{2,12}){1,3}>",
     "note": r"(?<=[\w.,;:!?\"”’)\]])\[(?:\d{1,3}|[a-z]|\^[\w-]{1,20}|note \d{1,3})\]",
     "link": r"\]\((?:https?:|/|\#)[^()\s]{0,300}\)",
@@ -49,7 +50,7 @@ PARTS = {
 }
 MARKUP = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()), re.DOTALL)
 SIGNS = re.compile(
-    r"[&<\\\[\]{⁰¹²³⁴-⁹](?:(?<=&)(?=[#a-zA-Z])|(?<=<)(?=[a-zA-Z/!|])|(?<=\\)|(?<=\[)(?<![\s(=\[]\[)(?=[\^\da-z])"
+    r"[&<\\\[\]{⁰¹²³⁴-⁹](?:(?<=&)(?=[#a-zA-Z])|(?<=<)(?=[a-zA-Z/|])|(?<=\\)|(?<=\[)(?<![\s(=\[]\[)(?=[\^\da-z])"
     r"|(?<=\])(?=\()|(?<=\{)(?=\\)|(?<=[⁰¹²³⁴-⁹]))"
 )
 """Where markup may begin. A search that begins with one class of characters is many times faster than one for all of
@@ -77,7 +78,7 @@ def _seen(text: str, match: re.Match[str]) -> str:
         return chr(int(match["code"], 16))
     if kind == "greek":
         return ALPHABET[match["letter"]]
-    return "" if kind in ("inline", "note", "format", "comment") else " "
+    return "" if kind in ("inline", "note", "format") else " "
 
 
 def _raised(text: str, start: int, digits: str) -> str:
