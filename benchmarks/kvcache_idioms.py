@@ -8,7 +8,7 @@ FOLDER holds kvpress, installed without its dependencies beside today's transfor
 kvpress and a transformers below 5.3. The context is the first 2,400 letters of FILE. Pipelines answer two questions in
 24 tokens each; where an idiom gives logits or entries, they are compared too. Keys of one word have equal norms but for
 rounding: kvpress lets rounding choose among them, and Fathom keeps the earliest. So the log counts, for each idiom, the
-choices in which more scores are equal than there are places.
+choices in which more scores are equal than there are places. A file is written after each idiom, and goes on from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import functools
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -167,44 +167,50 @@ class Bench:
         return found | {"logits": logits[0], "moved": float((logits[1] - logits[0]).abs().mean())}
 
 
-@torch.no_grad()
-def results(bench: Bench) -> dict[str, Any]:
-    """What each idiom gives."""
-    found: dict[str, Any] = {}
+def idioms(bench: Bench) -> dict[str, Callable[[], Any]]:
+    """What gives the results of each idiom."""
+    found: dict[str, Callable[[], Any]] = {}
     for name, press in presses().items():
-        bench.ties = 0
-        found[name] = {"gives": bench.answers(press, several="Decoding" not in name), "ties": bench.ties}
+        found[name] = functools.partial(bench.answers, press, several="Decoding" not in name)
     for name in ("pipeline", "DecodingPress", "PrefillDecodingPress, prompt compressed"):
-        bench.ties = 0
-        found[f"generate, {name}"] = {"gives": bench.generated(presses()[name]), "ties": bench.ties}
-    found["with press(model)"] = bench.shapes()
-    found["QuantizedCache"] = bench.quantised()
-    return found
+        found[f"generate, {name}"] = functools.partial(bench.generated, presses()[name])
+    return found | {"with press(model)": bench.shapes, "QuantizedCache": bench.quantised}
+
+
+@torch.no_grad()
+def run(bench: Bench, out: Path) -> None:
+    """Each idiom whose results the file does not have."""
+    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
+    found: dict[str, Any] = torch.load(out)["found"] if out.exists() else {}
+    for name, work in idioms(bench).items():
+        if name not in found:
+            bench.ties = 0
+            found[name] = {"gives": work(), "ties": bench.ties}
+            torch.save({"versions": versions, "found": found}, out)
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Whether each idiom gives the same; for logits, the largest difference."""
-    mine, wanted = ours["found"], theirs["found"]
+    mine, wanted = (side["found"] for side in (ours, theirs))
     rows: dict[str, Any] = {}
     for name in mine:
+        one, other = mine[name]["gives"], wanted[name]["gives"]
         if name == "QuantizedCache":
-            one, other = mine[name], wanted[name]
             gap = float((one["logits"] - other["logits"]).abs().max())
             moved = {"int4": one["moved"], "kvpress, quanto": other["moved"]}
             same = gap <= CLOSE and one["moved"] <= other["moved"]
             rows[name] = {"same": same, "as written": other.get("as written"), "exact logits differ by": gap}
             rows[name] |= {"4 bits move logits by": moved}
         elif name == "with press(model)":
-            for inputs, one in mine[name].items():
-                pairs = zip(one["logits"], wanted[name][inputs]["logits"], strict=True)
+            for inputs, read in one.items():
+                pairs = zip(read["logits"], other[inputs]["logits"], strict=True)
                 gap = max(float((a - b).abs().max()) for a, b in pairs)
-                entries = [one["entries"], wanted[name][inputs]["entries"]]
+                entries = [read["entries"], other[inputs]["entries"]]
                 same = gap <= CLOSE and entries[0] == entries[1]
-                rows[f"{name}, {inputs}"] = {"same": same, "ties": one["ties"], "entries": entries}
+                rows[f"{name}, {inputs}"] = {"same": same, "ties": read["ties"], "entries": entries}
                 rows[f"{name}, {inputs}"] |= {"logits differ by": gap}
         else:
-            pair = mine[name]["gives"], wanted[name]["gives"]
-            rows[name] = {"same": pair[0] == pair[1], "ties": mine[name]["ties"], "ours": pair[0], "kvpress": pair[1]}
+            rows[name] = {"same": one == other, "ties": mine[name]["ties"], "ours": one, "kvpress": other}
     versions = {side: given["versions"] for side, given in (("ours", ours), ("kvpress", theirs))}
     tied = sorted(name for name, row in rows.items() if not row["same"] and row.get("ties"))
     return {
@@ -231,9 +237,7 @@ def main() -> None:
     if options.model is None or options.text is None:
         parser.error("give a model and --text, or --compare")
     torch.set_num_threads(1)
-    found = results(Bench(options.model, options.text, options.ours is not None))
-    versions = {name: metadata.version(name) for name in ("kvpress", "transformers", "torch")}
-    torch.save({"versions": versions, "found": found}, options.ours or options.theirs)
+    run(Bench(options.model, options.text, options.ours is not None), options.ours or options.theirs)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ def compressions(method, keys, values, count):
     return keys, values
 
 
+ARMS = ("freqkv_high", "freqkv_unscaled", "freqkv_after_rope")
+"""By which FreqKV argues: a constant has no high frequency, grows, or is rotated away."""
+
+
 @pytest.mark.quick("average", "freqkv", "sinks", "snapkv")
 @pytest.mark.parametrize("name", METHODS)
 def test_one_word_said_forever_stays_that_word(model, name):
@@ -39,7 +43,11 @@ def test_one_word_said_forever_stays_that_word(model, name):
     keys, values = compressions(method, method.rope.plan[0].turn(key, 0), value.contiguous(), 100)
     assert keys.shape[2] == N
     moved = method.schedule.freed * 100
-    assert (method.rope.plan[0].turn(keys, -moved, -1) - key).abs().max() < 1e-3  # float32 angles of thousands
+    off = (method.rope.plan[0].turn(keys, -moved, -1) - key).abs().max()
+    if name in ARMS:
+        assert off > 0.1
+        return
+    assert off < 1e-3  # float32 angles of thousands
     assert (values - value).abs().max() < 1e-5
 
 
