@@ -27,6 +27,16 @@ from fathom.corpus.typeset import typeset
         ("<script>a<sup>2</sup></script><p>b<!-- <sup>2</sup> --><sup>3</sup>", "b³"),
         ("<p class=notes>1<sup>2</sup> <span class=note>one<sup>3</sup></span>", "1² one³"),
         ("<p>said<sup class='Inline-Template'>[<a href='/x'>citation needed</a>]</sup>.", "said."),
+        ("<p>10<span class='align-super text-xs'>24</span> and 2<b class=exponent>5</b>", "10²⁴ and 2⁵"),
+        (
+            "<p><span style='display: none'>7003</span>8 and <i hidden>9</i>6, <b style='display:inline'>7</b>0",
+            "8 and 6, 70",
+        ),
+        (
+            "<p>said<a epub:type=noteref href='#n'>1</a>, see<a role=doc-noteref href='#n'> note one</a>",
+            "said, see note one",
+        ),
+        ("<p>said<a class=x href='#n'>1</a>", "said1"),
         ("<p>Sir<sup>a</sup> and H<sub>2</sub>O and \x01\x02", "Sirᵃ and H₂O and"),
     ],
 )
@@ -82,6 +92,12 @@ FRACTION = "<mfrac><mn>1</mn><msup><mn>10</mn><mrow><mo>-</mo><mn>15</mn></mrow>
             "\\(x^2\\)",
         ),
         ("<img class=tex alt='x^2'><img alt='a map'>", "\\(x^2\\)"),
+        ("<mml:math><mml:msup><mml:mn>2</mml:mn><mml:mn>8</mml:mn></mml:msup></mml:math>", "2⁸"),
+        ("<img role=math alt='3/4'>", "\\(3/4\\)"),
+        (
+            "<span class=mwe-math-mathml-inline style='display: none;'><math alttext='2^{32}'></math></span>",
+            "\\(2^{32}\\)",
+        ),
         ("<math alttext='x^2'></math><img class=mwe-math-fallback-image-inline alt='x^2'>", "\\(x^2\\)"),
     ],
 )

@@ -57,13 +57,14 @@ EMPTY = ("area", "base", "br", "col", "hr", "img", "input", "link", "meta", "sou
 LINKS = ("a", "ref", "xref", "note", "fn", "label")
 PLACES = {"msup": "^", "msub": "_", "munder": "_", "mover": "^", "mfrac": "/"}
 BOTH = ("msubsup", "munderover")
-RAISED = re.compile(r"(?:^|[\s:_-])(?:super|sup)(?:script)?(?![a-z-])", re.IGNORECASE)
+RAISED = re.compile(r"(?:^|[\s:_-])(?:super|sup|exponent)(?:script)?(?![a-z-])", re.IGNORECASE)
 LOWERED = re.compile(r"(?:^|[\s:_-])sub(?:script)?(?![a-z-])", re.IGNORECASE)
 HIGHER, LOWER = (
     re.compile(rf"position:\s*relative.*\b(?:{up}:\s*-[\d.]*[1-9]|{down}:\s*[\d.]*[1-9])", re.IGNORECASE)
     for up, down in (("top", "bottom"), ("bottom", "top"))
 )
 SHEET = re.compile(r"\.([\w-]+)\s*\{[^{}]*?(vertical-align:\s*su(?:per|b))")
+UNSEEN = re.compile(r"(?:display:\s*none|visibility:\s*hidden)", re.IGNORECASE)
 NOTED = re.compile(r"note|cite|reference|bibr|\bfn|\bref\b", re.IGNORECASE)
 OPTIONAL = "\ue000", "\ue001"
 """What encloses marks of notes in a page's text."""
@@ -246,7 +247,13 @@ class _Reader(HTMLParser):
         above = self._open[-1]
         above.children += 1
         above.text += "" if tag in (*INLINE, *CLOSE) else " "
-        hidden = tag in SILENT or "katex-html" in values.get("class", "") or tag == "mjx-math"
+        named = values.get("class", "")
+        hidden = tag in SILENT or "katex-html" in named or tag == "mjx-math"
+        hidden |= (
+            tag in INLINE
+            and "math" not in named
+            and ("hidden" in values or bool(UNSEEN.search(values.get("style", ""))))
+        )
         named = " ".join(values.get(key, "") for key in ("class", "id", "role", "rel", "epub:type", "type"))
         self._open.append(_Element("silent" if hidden else tag, _script(tag, values, above), bool(NOTED.search(named))))
 

@@ -15,7 +15,7 @@ CODES = (*range(0xA0, 0x100), *range(0x2120, 0x2123), *range(0x1D2C, 0x209D), 0x
 WORD = re.compile(r"[^\W\d_]{2}")
 ORDINALS = frozenset(("st", "nd", "rd", "th"))
 NAMED = {
-    "super": re.compile(r"\bsup(?:er(?:script)?)?\b", re.I),
+    "super": re.compile(r"\b(?:sup(?:er(?:script)?)?|exponent)\b", re.I),
     "sub": re.compile(r"\b(?:sub(?:script)?|inf)\b", re.I),
 }
 """How attributes name the two: a class, TEI's `rend`, CSS's `vertical-align`."""

@@ -1,7 +1,8 @@
 """Superscripts, subscripts and formulas of a web page, rewritten as text before any reader takes the tags away.
 
 A superscript is the mark of a note, and left out, if it is a link or has the class or role of a note. Every other one
-is kept: `2<sup>32</sup>` becomes 2³². Formulas become their TeX, or their contents.
+is kept: `2<sup>32</sup>` becomes 2³². Formulas become their TeX, or their contents. What a line hides, such as a number
+to sort by, is left out.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from fathom.corpus.mathml import formula, in_tex, parsed
 from fathom.corpus.superscripts import Script, as_script, may_be_note, named_script
 
 SIGNS = re.compile(
-    r"<(?:sup|sub|math|m:math|mjx-)\b|math/tex|(?:align|shift|position):\s*(?:super|sub|relative|[+-]?[\d.])"
-    r"|(?:super|sub)script|\bsu[pb]\b|katex"
+    r"<(?:sup|sub|(?:\w{1,9}:)?math|mjx-)\b|math/tex|(?:align|shift|position):\s*(?:super|sub|relative|[+-]?[\d.])"
+    r"|(?:super|sub)script|\bsu[pb]\b|align-su|\bexponent\b|katex|noteref|\bhidden\b|display:\s*none"
     r"|<img\b[^>]{0,500}\b(?:la)?tex\b|<img\b[^>]{0,500}\bmath\b",
     re.IGNORECASE,
 )
@@ -53,13 +54,18 @@ SMALLER = re.compile(
     re.IGNORECASE,
 )
 """Together they are a script; a shift alone is how an icon or a label is set on its line."""
+UNSEEN = re.compile(r"display:\s*none|visibility:\s*hidden", re.IGNORECASE)
 RULE = re.compile(r"([^{}]{1,500})\{([^{}]{1,2000})\}")
 CLASS = re.compile(r"\.([\w-]+)(?=[\s,:]*$|\s*,)")
 SHEET = re.compile(r"<style\b[^>]*>(.{1,200000}?)</style", re.IGNORECASE | re.DOTALL)
+SCRIPTS = ("sup", "superscript", "align-super", "exponent", "sub", "subscript", "align-sub")
+"""Classes that say where an element is set, in any style sheet."""
+LONGEST_MARK = 5
+"""Characters of a note's mark on the line."""
 NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
 MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
 
-Kind = Literal["super", "sub", "math", "tex", "rendered", ""]
+Kind = Literal["super", "sub", "math", "tex", "rendered", "note", ""]
 
 
 @dataclass
@@ -186,7 +192,8 @@ class _Typesetter(HTMLParser):
     def _image(self, attributes: dict[str, str], start: int) -> None:
         """A picture of a formula, unless the page has formulas of its own."""
         tex = attributes.get("alt", "")
-        if tex and MATH_IMAGE.search(attributes.get("class", "")) and not self._formulas and not self._scripted():
+        named = f"{attributes.get('class', '')} {attributes.get('role', '')}"
+        if tex and MATH_IMAGE.search(named) and not self._formulas and not self._scripted():
             text = in_tex(tex)
             self._changes.append((start, start + len(self.get_starttag_text() or ""), text, False))
             self._add(text)
@@ -217,6 +224,8 @@ class _Typesetter(HTMLParser):
         if one.kind == "tex":
             self._formulas = True
             return in_tex(said, "display" in one.attributes["type"])
+        if one.kind == "note":
+            return "" if len(said.split()) < 2 and len(said.strip()) <= LONGEST_MARK else said
         letters = [letter for letter in said if letter.isalnum()]
         linked = letters and letters == [letter for letter in one.in_notes if letter.isalnum()]
         if one.kind == "super" and (linked or _is_note(one)):
@@ -248,7 +257,7 @@ def _styled(style: str) -> Script | None:
 def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -> Kind:
     """What an element is rewritten as."""
     names = attributes.get("class", "")
-    if tag in ("math", "m:math"):
+    if tag.rpartition(":")[2] == "math":
         return "math"
     if tag == "script" and attributes.get("type", "").startswith("math/tex"):
         return "tex"
@@ -257,10 +266,14 @@ def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -
     if tag in ("sup", "sub"):
         return "super" if tag == "sup" else "sub"
     if tag in INLINE:
+        if ("hidden" in attributes or UNSEEN.search(attributes.get("style", ""))) and "math" not in names.lower():
+            return "rendered"
+        if tag == "a" and "noteref" in (attributes.get("epub:type", "") + attributes.get("role", "")):
+            return "note"
         if script := _styled(attributes.get("style", "")):
             return script
         for name in names.split():
-            if name in classes or name.lower() in ("sup", "superscript", "sub", "subscript"):
+            if name in classes or name.lower() in SCRIPTS:
                 return classes.get(name) or named_script(name) or ""
     return ""
 
