@@ -1,10 +1,16 @@
 """The template writes control tokens; texts of messages are what they say."""
 
+import itertools
+import threading
+import time
+from unittest import mock
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from fathom.errors import SettingsError
+from fathom.inference import control
 from fathom.inference.prompt import encode
 from tests.tiny import CHATML, piece_tokenizer, tiny_tokenizer
 
@@ -69,6 +75,33 @@ def test_pieces_and_small_letters():
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}<end>{% endfor %}"
     assert tokenizer("a<END>")["input_ids"][-1] == tokenizer.eos_token_id, "or this would show nothing"
     assert chat(tokenizer, "a<END>b").count(tokenizer.eos_token_id) == 1
+
+
+def test_other_threads_go_on_while_a_conversation_is_read():
+    """Its tokenizer computes without the interpreter: a long text would otherwise stop all clients of a server."""
+    tokenizer, counted, began, over = tiny_tokenizer(), [], [], threading.Event()
+    chat(tokenizer, ATTACK)
+
+    def count():
+        while not over.wait(0.001):
+            counted.append(time.perf_counter())
+
+    read = control.Reader.ids
+
+    def noting(self, text, mark):
+        began.append(time.perf_counter())
+        found = read(self, text, mark)
+        began.append(time.perf_counter())
+        return found
+
+    beside = threading.Thread(target=count)
+    beside.start()
+    with mock.patch.object(control.Reader, "ids", noting):
+        chat(tokenizer, ATTACK + " the depth of a river" * 8_000)
+    over.set()
+    beside.join()
+    inside = [at for at in counted if began[0] < at < began[1]]
+    assert max(b - a for a, b in itertools.pairwise([began[0], *inside, began[1]])) < 0.7 * (began[1] - began[0])
 
 
 def test_noncharacters_in_all_their_kinds_are_refused():

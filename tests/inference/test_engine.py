@@ -472,6 +472,27 @@ def submitted_at_once(running, jobs):
     held.set()
 
 
+def test_texts_of_one_request_do_not_keep_others_out(engine, monkeypatch):
+    """A request of several texts is refused where they fill the queue; those of a single text are still taken."""
+    monkeypatch.setattr("fathom.inference.engine.WAITING", 4)
+    running, _ = engine(**TWO)
+    held, request = threading.Event(), object()
+    running.call(lambda: held.wait(60))
+    many = [Collected([5 + i], 2, Choice(), request=request) for i in range(4)]
+    running.submit([one.job for one in many])
+    with pytest.raises(RequestError, match="4 texts are already waiting"):
+        running.submit([Collected([5], 2, Choice(), request=held).job for _ in range(2)])
+    singles = [Collected([7 + i], 2, Choice(), request=object()) for i in range(3)]
+    for one in singles:
+        assert running.ready
+        running.submit([one.job])
+    assert not running.ready
+    with pytest.raises(RequestError, match="4 texts are already waiting"):
+        running.submit([Collected([5], 2, Choice()).job])
+    held.set()
+    assert [one.wait() for one in [*many, *singles]] == ["length"] * 7
+
+
 def test_what_an_engine_refuses(engine, monkeypatch):
     monkeypatch.setattr("fathom.inference.engine.WAITING", 3)
     budget = batches.token_bytes(build(config_of("loop+depth_attention", **TWO)), None) * 512

@@ -156,6 +156,10 @@ def test_how_items_become_messages():
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"reasoning": {"effort": "utmost"}}, "reasoning", ""),
         ({"utterly": 1}, "utterly", "not supported"),
+        ({"metadata": {"a": float("nan")}}, "metadata", "finite"),
+        ({"metadata": {"a": float("inf")}, "stream": True}, "metadata", "finite"),
+        ({"metadata": {"\ud800": "x"}, "stream": True}, "metadata", "surrogate"),
+        ({"text": {"format": {"type": "json_schema", "name": "\udfff", "schema": {}}}}, "text", "surrogate"),
     ],
 )
 def test_errors_name_the_field(served, fields, param, said):

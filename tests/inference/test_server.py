@@ -5,6 +5,7 @@ thread.
 """
 
 import asyncio
+import contextlib
 import http.client
 import itertools
 import json
@@ -22,10 +23,11 @@ from unittest import mock
 import openai
 import pytest
 import torch
+from fastapi.responses import JSONResponse
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import SettingsError
-from fathom.inference import gate, server, texts
+from fathom.inference import answers, gate, launch, server, texts
 from fathom.inference.batches import token_bytes
 from fathom.inference.drafting import PLAIN, TRIPS, Drafting
 from fathom.inference.engine import Scored
@@ -230,16 +232,6 @@ def test_the_beginning_of_a_stop_is_the_longest():
         assert may_begin(text, sorted(stops)) == found
 
 
-def test_long_stops_take_no_longer(served):
-    """Which are compared on the thread of all clients; these took minutes."""
-    began = time.monotonic()
-    stops, bias = sorted(["x" * 400_000 + "y", *(f"{'x' * 100}{i}" for i in range(1023))]), {"90": 100}
-    assert "".join(texts.before_stop("x" * n, stops)[1] for n in (99, 100)) == "x" * 199
-    answer = served.complete("The sailors", max_tokens=200, stop=stops, logit_bias=bias)
-    assert answer.usage.completion_tokens == 200 and set(answer.choices[0].text) == {"x"}
-    assert time.monotonic() - began < 20
-
-
 def test_stops_that_nearly_come_take_no_longer():
     """Whose beginnings the text has all the time, and a thousand strings to compare."""
     stops, began = sorted(f"{'a' * 801}{i}" for i in range(1000)), time.process_time()
@@ -326,6 +318,33 @@ def test_log_probabilities_are_the_models(served, directory):
     assert [
         t for chunk in streamed if chunk.choices[0].logprobs for t in chunk.choices[0].logprobs.tokens
     ] == greedy.tokens
+
+
+def test_large_answers_are_written_in_parts_on_another_thread(live, monkeypatch):
+    """So that others are answered meanwhile; the text is that of one piece."""
+    given = {
+        "a": [{"b": [i, None, "é\n", 0.5, {"c": [[]] * i}]} for i in range(150)],
+        "d": {},
+        "e": [1, [2]],
+        "f": True,
+    }
+    assert answers.written(given) == JSONResponse(given).body.decode()
+    sizes, threads, plainly = [], set(), answers._plainly
+
+    def noting(value):
+        sizes.append(len(value) if isinstance(value, list) else 0)
+        threads.add(threading.current_thread().name.split("_")[0])
+        return plainly(value)
+
+    monkeypatch.setattr(answers, "_plainly", noting)
+    asked = {"prompt": list(range(3, 53)) * 3, "max_tokens": 0, "echo": True, "logprobs": 20, "model": "tiny"}
+    whole = live.post(**asked)[1]["choices"][0]["logprobs"]
+    assert len(whole["tokens"]) == 150 and max(sizes) == answers.PART and threads == {"prepare-answer"}
+    (chunk, *_) = live.client.completions.create(**asked, stream=True)
+    assert chunk.choices[0].logprobs.model_dump() == whole
+    assert threads == {"prepare-answer"}
+    live.post(**{**asked, "prompt": [5, 6, 7]})
+    assert len(threads) == 2, "a small one is written at once"
 
 
 def test_where_the_tokens_of_a_prompt_begin(served, directory):
@@ -423,6 +442,8 @@ BAD = {
     "kept": ({"prompt": "x", "store": True}, 400, None),
     "no such stop": ({"prompt": "x", "stop_token_ids": [999]}, 400, None),
     "more than the most": ({"prompt": "x", "min_tokens": 5, "max_tokens": 4}, 400, None),
+    "a very long stop": ({"prompt": "x", "stop": ["a", "x" * 1025]}, 400, None),
+    "a very long salt": ({"prompt": "x", "cache_salt": "x" * 257}, 400, None),
     "below no limit": ({"prompt": "x", "top_k": -2}, 400, None),
     "a great many biases": ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(2000)}}, 400, None),
     "generation_config": ({"prompt": "x", "generation_config": '{"num_beams": 999}'}, 400, None),
@@ -803,6 +824,81 @@ def test_large_bodies_are_parsed_one_at_a_time():
     parsed.clear()
     asyncio.run(crowd(gate.LARGE))
     assert len(parsed) == 6 and not any(pauses())  # small ones do not wait
+
+
+def test_values_of_bodies_count_as_memory(monkeypatch):
+    """Parsed, an empty list takes eighty bytes, not three, for as long as its request runs; a text does not."""
+    monkeypatch.setattr(gate, "BODIES", 1 << 16)
+    heard, free = [], threading.Event()
+
+    async def app(scope, receive, send):
+        await receive()
+        while not free.is_set():
+            await asyncio.sleep(0.001)
+
+    async def note(message):
+        heard.extend([message["status"]] if "status" in message else [])
+
+    async def send(body):
+        sent = asyncio.Queue()
+        sent.put_nowait({"type": "http.request", "body": body})
+        await door({"type": "http", "path": "/", "headers": []}, sent.get, note)
+
+    async def crowd(body):
+        free.clear()
+        asked = [asyncio.create_task(send(body)) for _ in range(8)]
+        while sum(one.done() for one in asked) < len(heard):
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        free.set()
+        await asyncio.gather(*asked)
+        assert door.held == 0
+
+    door = gate.Gate(app, None, 1 << 14)
+    asyncio.run(crowd(b"x" * 600))
+    assert heard == []
+    asyncio.run(crowd(b"[]," * 200))
+    assert heard == [429] * 6
+
+
+def test_a_client_that_reads_nothing_is_disconnected(directory, monkeypatch):
+    """It would hold its answer for ever. One that reads, however slowly, gets all of it."""
+    monkeypatch.setattr(gate, "STALLED", 0.3)
+    bind = launch._bind
+
+    def narrow(*where):
+        listener = bind(*where)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        return listener
+
+    monkeypatch.setattr(launch, "_bind", narrow)
+    body = json.dumps({"prompt": "a b c d " * 12_000}).encode()
+    head = "POST /tokenize HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+
+    def ask(running):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(60)
+        connection.connect(("127.0.0.1", running.port))
+        connection.sendall(head.encode() + body)
+        return connection
+
+    def rest(connection, pause):
+        size = 0
+        with contextlib.suppress(ConnectionError):
+            while piece := connection.recv(1 << 18):
+                size += len(piece)
+                time.sleep(pause)
+        return size
+
+    with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny")) as running:
+        whole = rest(ask(running), 0.0)
+        assert whole > 250_000
+        silent, slow = ask(running), ask(running)
+        assert rest(slow, 0.002) == whole
+        time.sleep(0.6)
+        assert rest(silent, 0.0) < whole
 
 
 def closes(port, head, body=b""):

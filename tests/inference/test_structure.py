@@ -14,6 +14,7 @@ from fathom.inference.control import special_names
 from fathom.inference.engine import Engine
 from fathom.inference.grammar import choice_grammar, json_grammar, lark_grammar, regex_grammar
 from fathom.inference.sampling import Choice
+from fathom.inference.shape import Shapes
 from fathom.inference.structure import Grammars
 from fathom.models import FathomForCausalLM
 from tests.inference.test_engine import Collected
@@ -195,6 +196,14 @@ def test_the_first_mask_is_that_of_all_texts(tokenizer, grammars):
         one._matcher = SimpleNamespace(**counted, **{name: getattr(whole, name) for name in names})
     assert {text for text, why in texts(model_of({}), tokenizer, constraints) if why == "stop"} <= set("xyz")
     assert not masks
+
+
+def test_a_server_reads_the_vocabulary_before_it_is_asked(tokenizer):
+    """One that cannot is started nevertheless, and those who ask for a grammar are told why."""
+    shapes, other = Shapes(tokenizer, 400, frozenset({END})), Shapes(SimpleNamespace(is_fast=False), 400, frozenset())
+    for one in (shapes, other):
+        one.prepare()
+    assert "words" in vars(shapes.grammars) and "words" not in vars(other.grammars)
 
 
 def test_a_requests_masks_have_so_much_time(tokenizer, grammars):

@@ -11,7 +11,7 @@ from fathom.errors import RequestError
 from fathom.inference import tokenising
 from fathom.inference.api import ApiError
 from fathom.inference.prompt import PROBE, SLACK, encode
-from fathom.inference.tokenising import SHORT, Tokenising
+from fathom.inference.tokenising import SHORT, Tokenising, written_size
 from tests.tiny import piece_tokenizer, tiny_tokenizer
 
 
@@ -32,6 +32,15 @@ def test_a_short_text_does_not_wait_for_long_ones():
 
     asyncio.run(all_of_them())
     assert order == ["short", *["long"] * 8]
+
+
+def test_the_size_of_what_is_written():
+    """Everything that a template or a grammar writes counts, and what is nested beyond measure is large."""
+    deep: object = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert written_size([{"content": "a" * 9, "tool_calls": [{"arguments": {"x": ["b"] * 9_000}}]}]) > SHORT
+    assert written_size(["a" * 100]) < 200 < SHORT < written_size(deep)
 
 
 def test_so_many_may_wait(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import Sequence
@@ -14,6 +15,25 @@ from fathom.inference.tools import Call
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PART = 64
+"""Most members of a list that are written at once: other threads wait meanwhile."""
+
+
+def written(value: object) -> str:
+    """An answer as JSON, written in parts, since log-probabilities may be a hundred thousand numbers and names."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{json.dumps(key)}:{written(one)}" for key, one in value.items()) + "}"
+    if isinstance(value, list) and len(value) <= PART:
+        return "[" + ",".join(map(written, value)) + "]"
+    if isinstance(value, list):
+        return "[" + ",".join(_plainly(value[i : i + PART])[1:-1] for i in range(0, len(value), PART)) + "]"
+    return _plainly(value)
+
+
+def _plainly(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 @lru_cache(1 << 17)  # of a long prompt twenty tokens for each position are named

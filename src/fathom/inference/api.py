@@ -40,6 +40,8 @@ TURNS = 4096
 BIASES = 1024
 """Most tokens of `logit_bias`."""
 HALF = "a text holds half of a surrogate pair, which is no character"
+STOP, SALT = 1024, 256
+"""Most characters of a stop string, at each token compared with the end of the text; and of `cache_salt`."""
 NO_LIMIT = -1
 """As `top_k`: draw from all tokens."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -217,7 +219,7 @@ class Body(Strict):
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, object] | None = None
     prompt_cache_retention: str | None = None
-    cache_salt: str | None = None
+    cache_salt: str | None = Field(None, max_length=SALT)
     prediction: dict[str, object] | None = None
     priority: int = 0
     request_id: str | None = None
@@ -272,6 +274,7 @@ class Body(Strict):
         """
         ids, most = self.stop_token_ids, self.max_tokens
         return {
+            "stop": (all(len(stop) <= STOP for stop in self.stops), f"texts of {STOP} characters at most"),
             "stop_token_ids": (all(0 <= token < vocabulary for token in ids), f"token ids of 0 to {vocabulary - 1}"),
             "min_tokens": (most is None or self.min_tokens <= most, f"max_tokens ({most}) at most"),
             "logit_bias": (all(token < vocabulary for token in self.logit_bias), f"token ids up to {vocabulary - 1}"),

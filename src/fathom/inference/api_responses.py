@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fathom.inference.api import TOOLS, TURNS, ApiError, Body, ChatBody, Effort, wrong
+from fathom.inference.api import HALF, TOOLS, TURNS, ApiError, Body, ChatBody, Effort, wrong
 from fathom.inference.api_structure import Strict
 
 LOGPROBS = "message.output_text.logprobs"
@@ -107,13 +107,21 @@ class ResponsesBody(Body):
         return made
 
     def echoed(self) -> dict[str, object]:
-        """The request's fields that an answer repeats."""
+        """The request's fields that an answer repeats; one that JSON cannot write is an `ApiError`."""
         names = ["instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice"]
         names += ["tools", "top_p", "truncation", "background", "top_logprobs"]
         values = {name: getattr(self, name) for name in names}
         form = self.text.format.model_dump(by_alias=True, exclude_none=True)
         form = form if form["type"] == "json_schema" else {"type": form["type"]}
-        return {**values, "text": {"format": form}, "reasoning": {"effort": self.reasoning.effort, "summary": None}}
+        made = {**values, "text": {"format": form}, "reasoning": {"effort": self.reasoning.effort, "summary": None}}
+        for name, value in made.items():
+            try:
+                json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+            except UnicodeError as error:
+                raise wrong(name, HALF) from error
+            except (ValueError, RecursionError) as error:
+                raise wrong(name, "numbers are finite, and nothing is nested very deeply") from error
+        return made
 
 
 def _add(made: list[dict[str, Any]], item: Mapping[str, object]) -> None:

@@ -63,7 +63,8 @@ ROWS = 64
 OTHERS = 8
 """Of these, rows that the second and later texts of a request leave to others; of memory, they leave a row."""
 WAITING = 256
-"""Most jobs that wait, so the most that a request may be."""
+"""Most jobs that wait, so the most that a request may be. One of a single text only counts the first of each request:
+the further texts of others do not keep it out."""
 FILLED = 2 / 3
 """Least share of tokens, not padding, in prompts that are read at once."""
 COUNTED = (
@@ -269,15 +270,18 @@ class Engine:
         with self._wake:
             if self._closing:
                 raise RequestError(self._reason, "shutting_down")
-            if len(self.waiting) + len(jobs) > WAITING:
-                raise RequestError(
-                    f"{len(self.waiting)} requests are already waiting; try again later", "rate_limit_exceeded"
-                )
+            waiting = self._waiting(len(jobs) == 1)
+            if waiting + len(jobs) > WAITING:
+                raise RequestError(f"{waiting} texts are already waiting; try again later", "rate_limit_exceeded")
             for i, job in enumerate(jobs):
                 job.before = int(self.counts["prompt_tokens"])
                 job.further = i > 0 and job.request is not None
             self.waiting.extend(jobs)
             self._wake.notify()
+
+    def _waiting(self, single: bool) -> int:
+        """How many jobs wait, as a request of a single text counts them, or of several."""
+        return sum(not (single and job.further) for job in list(self.waiting))
 
     def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
         """Cancel jobs at the next token or the next prompt chunk; the first call decides how they are counted."""
@@ -315,7 +319,7 @@ class Engine:
     @property
     def ready(self) -> bool:
         """Whether a new job would be taken."""
-        return self.alive and not self._closing and len(self.waiting) < WAITING
+        return self.alive and not self._closing and self._waiting(single=True) < WAITING
 
     @property
     def running(self) -> int:

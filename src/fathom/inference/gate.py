@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import hmac
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -22,10 +23,16 @@ BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
 LARGE = 1 << 12
 """A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
+VALUE = 80
+"""Bytes of a value once it is parsed, beside those of its text: an empty list has three there."""
 PAUSE = 1.0
 """Seconds that the loop has for others after a large body, for each second that parsing it took."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
+STALLED = 60.0
+"""Seconds until a connection is closed whose client reads nothing of what waits for it."""
+PIECE = 1 << 14
+"""Most bytes that are read from a connection at a time: chunks of a byte each take 20 µs for every six bytes."""
 INCOMPLETE = 512
 """Most connections from which no whole request has come; of more, the oldest is closed. A process may open so many."""
 OPEN = {"/health", "/ready"}
@@ -101,12 +108,13 @@ class Gate:
         """Handle one request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        chunks: list[bytes] = []
+        chunks, more = list[bytes](), 0
         fault, busy = self._fault(scope), Counter[str]() if self.keys is None else self.keys.busy
         client = scope.get(CLIENT) if fault is None else None
         busy.update([client] if client is not None else [])
         try:
             whole = await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
+            more = self._values(chunks)
         except (ApiError, asyncio.TimeoutError) as error:
             late = f"the body did not arrive within {PATIENCE:.0f} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, "timeout")
@@ -118,7 +126,7 @@ class Gate:
                 await self._answer(chunks[0], scope, receive, send)
         finally:
             busy.subtract([client] if client is not None else [])
-            self.held -= sum(map(len, chunks))
+            self.held -= sum(map(len, chunks)) + more
 
     async def _answer(self, body: bytes, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """The application's answer, cancelled if the client disconnects."""
@@ -193,7 +201,7 @@ class Gate:
             if error is None and size > self.body_limit:
                 error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
             elif error is None and self.held > max(BODIES, self.body_limit):
-                error = ApiError(429, "running requests fill the memory; try again later", "rate_limit_exceeded")
+                error = _full()
             if error is not None:
                 self.held -= sum(map(len, chunks))
                 chunks.clear()
@@ -201,6 +209,18 @@ class Gate:
             raise error
         chunks[:] = [b"".join(chunks)]
         return True
+
+    def _values(self, chunks: Sequence[bytes]) -> int:
+        """The bytes that a body's values will take beside its text, as long as its request runs; they are held now."""
+        more = VALUE * sum(body.count(mark) for body in chunks for mark in (b",", b"[", b"{"))
+        if more and self.held + more > max(BODIES, self.body_limit):
+            raise _full()
+        self.held += more
+        return more
+
+
+def _full() -> ApiError:
+    return ApiError(429, "running requests fill the memory; try again later", "rate_limit_exceeded")
 
 
 def host_name(host: str) -> str | None:
@@ -216,15 +236,18 @@ async def _hang_up(receive: Receive) -> AsgiMessage:
 
 
 class Timed(H11Protocol):
-    """uvicorn's HTTP protocol with a time limit for the head of a request."""
+    """uvicorn's HTTP protocol with time limits for the head of a request, and for a client that reads nothing."""
 
     late: asyncio.TimerHandle | None = None
+    stalled: asyncio.TimerHandle | None = None
     incomplete: ClassVar[dict[Timed, None]] = {}
     """Connections without a whole request, the oldest first."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the clock when a connection opens."""
         super().connection_made(cast(asyncio.Transport, transport))
+        with contextlib.suppress(AttributeError):  # asyncio's own transports alone have it
+            cast(Any, transport).max_size = PIECE
         self._expect()
 
     def data_received(self, data: bytes) -> None:
@@ -235,7 +258,23 @@ class Timed(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the clock when the connection closes."""
         super().connection_lost(exc)
+        self._read_on()
         self._expect(over=True)
+
+    def pause_writing(self) -> None:
+        """Start the clock when a client does not read: asyncio holds what it may, and the answer waits."""
+        super().pause_writing()
+        self.stalled = self.loop.call_later(STALLED, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """Stop the clock when it reads."""
+        super().resume_writing()
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self.stalled is not None:
+            self.stalled.cancel()
+            self.stalled = None
 
     def on_response_complete(self) -> None:
         """Wait for another request."""

@@ -208,6 +208,7 @@ def _run(
         print(f"fathom: {service.lay_out(options.layout)}", file=sys.stderr)
     if model.device.type == "cpu":
         exchange()
+    service.shapes.prepare()
     log = to_stderr if options.access_log else None
     app = build_app(service, admitted[0], lens, admitted[1], options.allow_origin, log)
     address, port = listener.getsockname()[:2]

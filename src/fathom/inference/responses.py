@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fathom.errors import RequestError
-from fathom.inference.answers import chat_logprobs, usage_of
+from fathom.inference.answers import chat_logprobs, usage_of, written
 from fathom.inference.engine import Job
 from fathom.inference.texts import Text
 from fathom.inference.tools import Call, Heard
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Event = dict[str, Any]
+Write = Callable[[Callable[[], str], int], Awaitable[str]]
+"""Writes what has so many log-probabilities."""
 
 
 class Response:
@@ -43,20 +46,21 @@ class Response:
         """The next event's."""
         self._open: Event | None = None
 
-    async def events(self, parts: AsyncIterator[tuple[int, str]]) -> AsyncIterator[str]:
-        """The stream of server-sent events."""
+    async def events(self, parts: AsyncIterator[tuple[int, str]], write: Write) -> AsyncIterator[str]:
+        """The stream of server-sent events; `write` writes those that repeat the whole text's log-probabilities."""
         for kind in ("response.created", "response.in_progress"):
             yield self._line({"type": kind, "response": self._whole("in_progress")})
         try:
             async for _, new in parts:
                 for event in self._hear(new):
-                    yield self._line(event)
+                    yield await write(partial(self._line, event), self._told(event))
         except RequestError as error:
             fault = {"code": "server_error", "message": str(error)}
             yield self._line({"type": "response.failed", "response": {**self._whole("failed"), "error": fault}})
         else:
             made = self.whole()
-            yield self._line({"type": f"response.{made['status']}", "response": made})
+            event = {"type": f"response.{made['status']}", "response": made}
+            yield await write(partial(self._line, event), self._told(event))
 
     async def heard(self, parts: AsyncIterator[tuple[int, str]]) -> Event:
         """The complete answer."""
@@ -158,7 +162,13 @@ class Response:
     def _line(self, event: Event) -> str:
         numbered = {**event, "sequence_number": self.number}
         self.number += 1
-        return f"event: {event['type']}\ndata: {json.dumps(numbered, ensure_ascii=False)}\n\n"
+        text = written(numbered) if self._told(event) else json.dumps(numbered, ensure_ascii=False)
+        return f"event: {event['type']}\ndata: {text}\n\n"
+
+    def _told(self, event: Event) -> int:
+        """How many log-probabilities an event may repeat."""
+        ends = event["type"].endswith((".done", ".completed", ".incomplete"))
+        return 0 if self.job.logprobs is None or not ends else len(self.job.made) * (1 + self.job.logprobs)
 
 
 def _part(text: str) -> Event:

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +26,7 @@ from fathom.checkpoints.special_tokens import as_list, settle_generation, unknow
 from fathom.errors import RequestError, SettingsError
 from fathom.inference import responses
 from fathom.inference.access import Access
-from fathom.inference.answers import Envelope
+from fathom.inference.answers import Envelope, written
 from fathom.inference.api import (
     HALF,
     ApiError,
@@ -57,7 +57,7 @@ from fathom.inference.settings import as_strings, refused
 from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.thoughts import Thoughts, marks_of
-from fathom.inference.tokenising import Tokenising
+from fathom.inference.tokenising import Tokenising, written_size
 from fathom.inference.trial import LateError
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
@@ -67,12 +67,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NEW_TOKENS = 1024  # the default number of new tokens
+MANY = 1 << 10
+"""Log-probabilities from which on an answer is written on another thread."""
 ENDLESS = 1 << 20  # the context length that is offered if a constant-size cache sets no limit
 AddPages = Callable[[FastAPI, "Service"], None]
 """Adds routes to the server."""
 Asked = CompletionBody | ChatBody
 Parts = AsyncIterator[tuple[int, str]]
 """Which text of an answer has grown by what."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -218,13 +221,14 @@ class Service:
                     raise
                 return encoder(objects)
 
-        return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
+        return await self.encoded("messages", written_size([turns, variables]), read)
 
     async def shape(self, body: Asked) -> Shape | None:
         """The constraints of a request on its texts; a new grammar is compiled on a thread for grammars."""
         if body.response_format is None and body.structured_outputs is None and not body.callable_tools:
             return None
-        wanted = await self.tokenising.run(0, partial(self.shapes.wanted, body))
+        size = written_size(body.model_dump(include={"response_format", "structured_outputs", "tools"}))
+        wanted = await self.tokenising.run(size, partial(self.shapes.wanted, body))
         if wanted is None:
             return None
         if (ready := self.shapes.ready(wanted)) is not None:
@@ -289,22 +293,31 @@ class Service:
         envelope.first = begun.jobs[:: body.n]
         parts, texts = self._parts(begun), begun.texts
         if body.stream:
-            return self._streamed(begun, _stream(parts, texts, envelope, body.usage))
+            return self._streamed(begun, _stream(parts, texts, envelope, body.usage, self._written))
         async for _ in parts:
             pass
-        return JSONResponse(envelope.whole(texts))
+        return await self._whole(partial(envelope.whole, texts), begun)
 
     async def respond(self, body: ResponsesBody) -> Response:
         """The answer in the form of the Responses API."""
-        chat = body.chat()
+        chat, echoed = body.chat(), body.echoed()
         try:
             begun = await self._begin(chat)
         except ApiError as error:
             raise error.renamed(NAMED) from error
-        made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], body.echoed())
+        made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], echoed)
         if body.stream:
-            return self._streamed(begun, made.events(self._parts(begun)))
-        return JSONResponse(await made.heard(self._parts(begun)))
+            return self._streamed(begun, made.events(self._parts(begun), self._written))
+        await made.heard(self._parts(begun))
+        return await self._whole(made.whole, begun)
+
+    async def _whole(self, made: Callable[[], object], begun: _Begun) -> Response:
+        """A complete answer."""
+        return await self._written(partial(_json, made), sum(map(_scores, begun.jobs)))
+
+    async def _written(self, work: Callable[[], T], scores: int) -> T:
+        """The result of writing so many log-probabilities; of many, on another thread."""
+        return await self.tokenising.write(work) if scores > MANY else work()
 
     def _streamed(self, begun: _Begun, events: AsyncIterator[str]) -> Response:
         return _Stream(events, partial(self.engine.cancel, begun.jobs))
@@ -320,8 +333,8 @@ class Service:
         echoes = [""] * len(prompts)
         if isinstance(body, CompletionBody) and body.echo:
             echoes = [one if isinstance(one, str) else await self.decoded(one) for one in body.prompts]
-        self.engine.submit(jobs)
         texts = [self._text(body, job, shape, echoes[i // body.n]) for i, job in enumerate(jobs)]
+        self.engine.submit(jobs)
         return _Begun(prompts, jobs, texts, queue)
 
     def _text(self, body: Asked, job: Job, shape: Shape | None, echo: str) -> Text:
@@ -387,18 +400,38 @@ class _Stream(StreamingResponse):
             self.end()
 
 
-async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bool) -> AsyncIterator[str]:
+async def _stream(
+    parts: Parts, texts: list[Text], envelope: Envelope, usage: bool, write: responses.Write
+) -> AsyncIterator[str]:
     try:
         for i in range(len(texts) if envelope.chat else 0):
             yield _line(envelope.begin(i, texts[i]))
         async for index, new in parts:
-            if chunk := envelope.chunk(index, texts[index], new):
-                yield _line(chunk)
+            scores = sum(1 + len(one.top) for one, _ in texts[index].scores)  # of a whole prompt, where it is echoed
+            work = partial(_chunk, envelope, index, texts[index], new)
+            if line := await write(partial(work, scores > MANY), scores):
+                yield line
         if usage:
             yield _line(envelope.last(texts))
     except RequestError as error:
         yield _line(told(error).body())
     yield "data: [DONE]\n\n"
+
+
+def _scores(job: Job) -> int:
+    """How many log-probabilities are told of a job."""
+    told = len(job.made) + (len(job.prompt) if job.score_prompt else 0)
+    return 0 if job.logprobs is None else told * (1 + job.logprobs)
+
+
+def _json(made: Callable[[], object]) -> Response:
+    return Response(written(made()), media_type="application/json")
+
+
+def _chunk(envelope: Envelope, index: int, text: Text, new: str, large: bool) -> str:
+    """The line of a chunk; empty if there is nothing to send yet."""
+    chunk = envelope.chunk(index, text, new)
+    return "" if chunk is None else f"data: {written(chunk)}\n\n" if large else _line(chunk)
 
 
 def _line(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,6 +84,11 @@ class Shapes:
     def notation(self) -> Notation:
         """How the chat template writes tool calls."""
         return notation(self.tokenizer)
+
+    def prepare(self) -> None:
+        """Read the vocabulary, which would stop all clients of a server for a second at the first grammar."""
+        with contextlib.suppress(SettingsError):  # said to those who ask for a grammar
+            _ = self.grammars.words
 
     def wanted(self, body: CompletionBody | ChatBody) -> Wanted | None:
         """The grammar of a request; None if any text is allowed. An unsupported value is an `ApiError` that names the

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 KEPT = 1 << 26
 """Most bytes of grammars that stay compiled: an agent sends the same one with each request."""
-FREE, EACH = 0.25, 0.005
+FREE, EACH = 0.1, 0.005
 """Most processor time of a request's masks: seconds, and seconds for each mask."""
 
 

@@ -4,6 +4,8 @@ limited."""
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +15,22 @@ from fathom.inference.api import ApiError
 
 SHORT = 1 << 15
 """Most characters of a short text."""
-QUEUES = {"short": 256, "long": 32, "grammar": 32, "long grammar": 8}
-"""Most short texts, long texts, grammars and grammars that take long, that are prepared or wait for it."""
+QUEUES = {"short": 256, "long": 32, "grammar": 32, "long grammar": 8, "answer": 1 << 10}
+"""Most short texts, long texts, grammars and grammars that take long, that are prepared or wait for it; and most large
+answers, of which an engine makes fewer."""
 T = TypeVar("T")
 
 
+def written_size(value: object) -> int:
+    """About how many characters a value has that a template or a grammar writes: of one nested very deeply, many."""
+    try:
+        return len(json.dumps(value))
+    except RecursionError:
+        return sys.maxsize
+
+
 class Tokenising:
-    """Queues with one thread each: for short texts, long texts, grammars, and grammars that take long."""
+    """Queues with one thread each: for short texts, long texts, grammars, those that take long, and large answers."""
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(1, f"prepare-{kind}") for kind in QUEUES}
@@ -34,6 +45,10 @@ class Tokenising:
     async def compile(self, work: Callable[[], T], long: bool = False) -> T:
         """The result of `work`, on a thread for grammars; an `ApiError` if the queue is full."""
         return await self._on("long grammar" if long else "grammar", "grammars wait to be compiled", work)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """The result of `work`, on the thread for answers."""
+        return await self._on("answer", "answers wait to be written", work)
 
     async def _on(self, kind: str, waiting: str, work: Callable[[], T]) -> T:
         with self._lock:
