@@ -647,7 +647,7 @@ def batch_for(
 def shares(model: PreTrainedModel) -> bool:
     """Whether sequences of this model share a cache: a slab has no room for states, and no masks of chunks."""
     if isinstance(model, FathomForCausalLM):
-        return not model.model.stateful and model.config.chunk_size is None
+        return not model.model.stateful and model.config.attention_chunk_size is None
     return model.config.model_type in PLAIN
 
 
