@@ -473,6 +473,8 @@ def test_the_command_reads_tasks_through_caches(
         (["--kvcache", "full_fp8"], "--kvcache full_fp8: allowed with --tasks: full, "),
         (["--kvcache", "drop,drop", "--kvcache-window", "16"], "expected different caches"),
         (["--kvcache-window", "16"], "--kvcache-window 16: give --kvcache with it"),
+        (["--kvcache", "full", "--kvcache-window", "16"], "--kvcache full holds every entry and has no schedule"),
+        (["--kvcache", "sinks,full", *cache[2:4], "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: sinks lets one"),
         (["--kvcache", "drop", "--kvcache-window", "16", "--perplexity", "x"], "fathom evaluate caches` reads texts"),
     ):
         assert main([*words, *given]) == 2

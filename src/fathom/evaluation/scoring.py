@@ -264,26 +264,32 @@ def under_caches(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings
     methods = [word.strip() for word in settings.kvcache.split(",")]
     if len(set(methods)) < len(methods):
         raise SettingsError(f"kvcache={settings.kvcache}: expected different caches, comma between")
+    if methods == ["full"]:
+        for name, value in options.given().items():
+            raise SettingsError(f"kvcache_{name}={value}: `kvcache=full` holds every entry and has no schedule")
+    shared = any(METHODS[base(method)].has_ratio for method in methods if base(method) in METHODS)
     return [
         Checkpoint(
             f"{one.name}@{method}",
             one.directory,
             one.opener,
             max_trips=one.max_trips,
-            cache=_policy(one, method, options),
+            cache=_policy(one, method, options, shared),
         )
         for one in checkpoints
         for method in methods
     ]
 
 
-def _policy(checkpoint: Checkpoint, method: str, options: CacheOptions) -> Policy | None:
+def _policy(checkpoint: Checkpoint, method: str, options: CacheOptions, shared: bool) -> Policy | None:
+    """The schedule of a cache. A ratio that is `shared` with other methods is not for those that have none."""
     if method == "full":
         return None
     if base(method) not in METHODS:
         raise SettingsError(f"kvcache={method}: allowed with `tasks`: full, {', '.join(METHODS)}")
-    recorded = read_json(checkpoint.directory / CONFIG).get("kvcache")
-    return cache_policy(method, recorded, options if METHODS[base(method)].has_ratio else replace(options, ratio=None))
+    if shared and not METHODS[base(method)].has_ratio:
+        options = replace(options, ratio=None)
+    return cache_policy(method, read_json(checkpoint.directory / CONFIG).get("kvcache"), options)
 
 
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
