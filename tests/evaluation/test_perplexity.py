@@ -316,7 +316,7 @@ def test_a_skewed_difference_is_named() -> None:
         sides = {"control": {("text", "x"): [Items([0.0] * 40)]}, "new": {("text", "x"): [Items(draws.tolist())]}}
         report = ScoresReport("", {}, None, None, rows(sides))
         assert report.gaps()[0].skewed is skewed
-        assert any("text (x)" in note for note in interval_notes(report)) is skewed
+        assert any("text (x)" in note for note in interval_notes(report.rows)) is skewed
 
 
 def test_a_record_names_its_cluster(tmp_path: Path) -> None:
