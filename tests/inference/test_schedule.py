@@ -225,24 +225,6 @@ def test_a_long_prompt_is_read_beside_short_ones_that_never_end(monkeypatch):
         running.join(10)
 
 
-def test_short_prompts_take_no_more_time_than_a_long_one(monkeypatch):
-    """Each takes long for its tokens: between two steps as many are read as there is time for, not as tokens fit."""
-    monkeypatch.setattr(engines, "chunk", lambda fitting: READ)
-    monkeypatch.setattr(engines, "BOUND", 0.02)
-    running = Counted(model_of("vanilla")[0], BUDGET)
-    monkeypatch.setattr(running, "_beside", lambda jobs, job, left: not jobs)  # they are read one by one
-    read, held = running._read, threading.Event()
-    running._read = lambda *given: held.wait(0.011) or read(*given)
-    try:
-        jobs = [Collected([5 + i, 6, 7], 8, Choice()) for i in range(8)]
-        running.submit([one.job for one in jobs])
-        assert [one.wait() for one in jobs] == ["length"] * 8
-        between = [part.split() for part in " ".join(map(str, running.log)).split("step")]
-        assert sum(map(len, between)) == 8 and max(map(len, between)) == 2
-    finally:
-        running.join(10)
-
-
 def test_what_is_set_aside_counts_as_memory(monkeypatch):
     """A short prompt waits rather than that a copy of the long one exceeds the budget."""
     monkeypatch.setattr(engines, "chunk", lambda seconds: 16)

@@ -42,7 +42,7 @@ from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
-from fathom.inference.schedule import BOUND, LEAST, chunk, in_order, interrupts, learned, most_rows, rank
+from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, learned, most_rows, rank
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 
@@ -414,9 +414,8 @@ class Engine:
             # Memory that the others release is free before memory is requested.
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(other, other.batch.reserve, *other.rectangle)
-            left, began = max(1, int((1 - spent) * share)), time.perf_counter()
-            read = self._guarded(lane, self._read, lane, jobs, left) or 1
-            spent += max(read / share, (time.perf_counter() - began) / BOUND)  # short prompts take more for each token
+            left = max(1, int((1 - spent) * share))
+            spent += (self._guarded(lane, self._read, lane, jobs, left) or 1) / share
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _share(self, job: Job) -> int:
