@@ -140,13 +140,15 @@ class Attention(CachedAttention):
         product.
         """
         shape = hidden_states.shape[:-1]
+        parts: Any = self._modules  # an attribute that is a module is found by a slow Python function
         if isinstance(lent, tuple):
             query, key, value, scored = self._asked(hidden_states, rotation), *lent, lent[0]
             past_key_values = None
         elif isinstance(others, tuple):
             query, key, value, scored = self._mixed(*self._projected(hidden_states, *others), rotation, sources)
         else:  # also where vLLM traces with a stand-in for every argument, to fuse these three
-            query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+            q_proj, k_proj, v_proj = parts["q_proj"], parts["k_proj"], parts["v_proj"]
+            query, key, value = q_proj(hidden_states), k_proj(hidden_states), v_proj(hidden_states)
             query, key, value, scored = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
@@ -172,7 +174,7 @@ class Attention(CachedAttention):
         if earlier:
             attend = partial(attend_beside, attend, earlier)
         output, weights = attend(
-            seat(self, bank, kwargs),
+            self if bank is None else seat(self, bank, kwargs),
             query,
             keys,
             values,
@@ -185,7 +187,7 @@ class Attention(CachedAttention):
         )
         if key_bias is not None:
             output = output[..., : self.head_dim]
-        output = self.o_proj(output.reshape(*shape, -1).contiguous())
+        output = parts["o_proj"](output.reshape(*shape, -1).contiguous())
         return (output, weights, scored, key, value) if self.mixes_unrotated else (output, weights, key, value)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
@@ -235,7 +237,8 @@ class Attention(CachedAttention):
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
             key = k_norm(key)
-        key, value = mixer.stored(query, key, value, sources)
+        if type(mixer) is not ValueMixer or watched(mixer):  # the plain one changes nothing
+            key, value = mixer.stored(query, key, value, sources)
         return query, key, value, key
 
 
@@ -373,7 +376,7 @@ class FathomModel(FathomPreTrainedModel):
         window = {"sliding_attention": config.sliding_window}
         self.reach: dict[str, int | None] = {kind: window.get(kind) for kind in config.layer_types}
         """By layer type: how many tokens back it reads; None for all."""
-        self.layer_types = tuple(config.layer_types)
+        self.layer_types, self.chunk_size = tuple(config.layer_types), config.attention_chunk_size
         self.stateful = len(config.keyed_layers) < config.num_hidden_layers
         self.norms_embedding = any(layout.norms_embedding for layout in Layout.all_of(config))
         self.embedding_scale, self.rounds_scale = config.embedding_scale, config.round_embedding_scale
@@ -559,7 +562,7 @@ class FathomModel(FathomPreTrainedModel):
     @property
     def window(self) -> int | None:
         """The fewest tokens that a layer reads; None if all read everything before."""
-        spans = [span for span in (*self.reach.values(), self.config.attention_chunk_size) if span]
+        spans = [span for span in (*self.reach.values(), self.chunk_size) if span]
         return min(spans) if spans else None  # a default of `min` would break a compiled graph
 
     @property

@@ -24,18 +24,20 @@ REPLACEABLE = {
 
 Function: TypeAlias = Callable[..., Any]
 
-_faster: dict[tuple[str, str], Function] = {}  # by name and type of device
+FASTER: dict[tuple[str, str], Function] = {}
+"""The replacements by name and type of device. A caller that a decoded token notices looks whether it is empty before
+it calls `faster`."""
 
 
 def replace(functions: Mapping[str, Function], device: str) -> None:
     """Use these functions, by name, for tensors on one type of device (`cuda`), and drop all earlier replacements."""
     assert set(functions) <= set(REPLACEABLE)
-    _faster.clear()
-    _faster.update({(name, device): function for name, function in functions.items()})
+    FASTER.clear()
+    FASTER.update({(name, device): function for name, function in functions.items()})
 
 
 def faster(name: str, x: Tensor) -> Function | None:
     """The replacement of a function for a tensor like `x`; None for the reference."""
-    if not _faster or x.dtype == torch.float64:
+    if not FASTER or x.dtype == torch.float64:
         return None
-    return _faster.get((name, x.device.type))
+    return FASTER.get((name, x.device.type))

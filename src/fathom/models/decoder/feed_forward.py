@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from ..axes.replaceable import faster
+from ..axes.replaceable import FASTER, faster
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -35,7 +35,7 @@ class FeedForward(nn.Module):
         gate, up, down, act = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"], parts["act_fn"]
         if gate is None:
             return down(act(up(x)))
-        swiglu = faster("swiglu", x) if self.silu else None
+        swiglu = faster("swiglu", x) if FASTER and self.silu else None
         if swiglu is None:
             return down(act(gate(x)) * up(x))
         return down(swiglu(gate(x), up(x)))

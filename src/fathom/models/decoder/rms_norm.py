@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from ..axes.numerics import widen
-from ..axes.replaceable import faster
+from ..axes.replaceable import FASTER, faster
 
 
 class RMSNorm(Qwen3RMSNorm):
@@ -22,11 +22,12 @@ class RMSNorm(Qwen3RMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        if (kernel := faster("rms_norm", hidden_states)) is not None:
-            return kernel(hidden_states, self.weight, self.variance_epsilon)
+        weight, eps = self.weight, self.variance_epsilon
+        if FASTER and (kernel := faster("rms_norm", hidden_states)) is not None:
+            return kernel(hidden_states, weight, eps)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-        return normalise(hidden_states, self.weight, self.variance_epsilon)[0]
+            return _RMSNorm.apply(hidden_states, weight, eps)
+        return normalise(hidden_states, weight, eps)[0]
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -35,7 +36,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     This uses no power and no fused operation. For a single token, code that the layer has not just run must be loaded
     from memory, which takes longer than the operation itself.
     """
-    wide = widen(x)
+    wide = x if x.dtype is torch.float32 else widen(x)
     rms = ((wide * wide).mean(-1, True) + eps).rsqrt()
     y = wide * rms
     return weight * (y if wide is x else y.to(x.dtype)), rms
