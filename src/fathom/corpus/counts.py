@@ -45,6 +45,6 @@ class CorpusCounts:
             "cut for the same reason": self.cut,
         }
         left = [f"{count:,} {words}" for words, count in counts.items() if count]
-        talk = f", and {self.conversations:,} conversations" if self.conversations else ""
-        out = ", ".join(left) or "none dropped"
-        return f"Of {self.read:,} documents read: {out}. {self.tokens:,} tokens remain{talk}."
+        talk = [f"{self.conversations:,} conversations"] if self.conversations else []
+        kept = " and ".join([f"{self.tokens:,} tokens", *talk] if self.tokens or not talk else talk)
+        return f"Of {self.read:,} documents read: {', '.join(left) or 'none dropped'}. {kept} remain."
