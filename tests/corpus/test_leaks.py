@@ -436,7 +436,9 @@ def test_reasons_may_stand_before_the_answer() -> None:
         assert finds(item, around(f"{item.stem}? {reasons}. {end}"))
         assert not finds(item, around(f"{item.stem}? {reasons}. {end.replace('zinc', 'not zinc')}"))
         assert not finds(item, around(f"{item.stem}? {reasons}. The answer is tin. {end}"))
-    assert finds(item, around(f"{item.stem}? <think>{reasons}\n{reasons}</think> Zinc oxide"))
+    for answer in ("zinc oxide", "42"):
+        asked = Item("x", item.stem, gold=answer)
+        assert finds(asked, around(f"{item.stem}? <think>{reasons}\n{reasons}</think>\n\n{answer}\n"))
     assert not finds(item, around(f"{item.stem}? {reasons}. Zinc oxide"))
     assert not finds(Item("y", item.stem, gold="yes"), around(f"{item.stem}? {reasons}. The answer is yes."))
 
