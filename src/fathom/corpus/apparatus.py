@@ -35,7 +35,8 @@ LINE = (
 )
 """Cues of subtitles, times, numbers of lines and pages, and names, at the beginning of a line."""
 CITED = (
-    rf"\[(?<=\S\[){PLACES}\]\([^()\s]{{0,300}}\)|\[{PLACES}\](?![({{])_?|\[{KEY}(?:[,;][ ]?{KEY})*\]|\[{SEEN}\]|\[{TIME}\]"
+    rf"\[(?<=\S\[){PLACES}\]\([^()\s]{{0,300}}\)|\[{PLACES}\](?![({{])_?|\[{KEY}(?:[,;][ ]?{KEY})*\]"
+    rf"|\[{SEEN}\]|\[{TIME}\]"
     r"|\[[^\[\]\n@]{0,40}@[\w:.#$%&+?<>~/-]+[^\[\]\n]{0,120}\]"
     rf"|\[(?:[a-z.]{{2,9}},?[ ])?[A-Z][^\[\]]{{1,160}}?[\s,]{YEAR}(?:[,;:.][^\[\]]{{0,160}})?\]|\[{YEAR}\]"
     r"|\[(?:citation needed|sic|edit|who\?|when\?)\]|\[fn:[^\[\]]{0,300}\]"
