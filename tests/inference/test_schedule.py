@@ -51,6 +51,11 @@ def test_a_chunk_takes_the_time_that_is_stated(fixed, each):
     assert chunk(fitting) in (LEAST, READ) or fixed + each * (chunk(fitting) + 2 * LEAST) > BOUND
     assert learned(fitting, LEAST, fixed + each * LEAST) == pytest.approx(fitting) or chunk(fitting) == LEAST
     assert chunk(None) < READ and learned(fitting, LEAST, 10.0) < fitting  # a slow machine
+    assert learned(fitting, 1, 10.0) == fitting or chunk(fitting) == LEAST  # or one that stood still for a moment
+    recovered = learned(0.1, LEAST - 5, 0.1)  # beside short prompts, never a whole chunk
+    for _ in range(5):
+        recovered = learned(recovered, LEAST - 5, 0.1)
+    assert recovered > LEAST
 
 
 def test_the_shortest_is_read_first_but_none_for_ever():

@@ -555,8 +555,8 @@ class Engine:
             self._out += [(job, job.prompt_scores) for job in jobs if job.score_prompt and job.sound]
             self._take(lane, jobs, logits)
         count = int(self.counts["prompt_tokens"] - before)
-        if count >= LEAST:  # fewer say little
-            seconds, trips = time.perf_counter() - began, jobs[0].trips
+        seconds, trips = time.perf_counter() - began, jobs[0].trips
+        if count >= LEAST or trips in self.fitting:  # fewer say little at first
             self.fitting[trips] = learned(self.fitting.get(trips), count, seconds)
         return count
 

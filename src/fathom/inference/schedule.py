@@ -88,7 +88,7 @@ def learned(fitting: float | None, tokens: int, seconds: float) -> float:
     now = min(READ + LEAST, tokens * BOUND / max(seconds, 1e-9))
     if fitting is None:
         return now
-    told = tokens >= chunk(fitting) or seconds > BOUND or now > fitting
+    told = tokens >= chunk(fitting) or now > fitting or (tokens >= LEAST and seconds > BOUND)
     return fitting + RECENT * (now - fitting) if told else fitting
 
 
