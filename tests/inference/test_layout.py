@@ -41,6 +41,30 @@ def test_the_faster_is_chosen(slower, chosen, model, monkeypatch):
 
 
 @packs
+def test_a_busy_machine_is_timed_for_longer(model, monkeypatch):
+    """While packed turns differ, more are timed, and one ratio beyond all measure does not decide."""
+    turns = iter([*[0.9, 0.5, 0.7, 0.3, 0.6, 0.8], *[0.01] * 99])
+    forward = PackedLinear.forward
+    layers = [one for one in model if isinstance(one, nn.Linear)][:1]
+    packed = [PackedLinear(one) for one in layers]
+    now = [0.0]
+    monkeypatch.setattr(layout.time, "perf_counter", lambda: now[0])
+
+    def later(kind, seconds):
+        before = kind.forward
+        monkeypatch.setattr(
+            kind, "forward", lambda self, x: (now.__setitem__(0, now[0] + seconds()), before(self, x))[1]
+        )
+
+    later(nn.Linear, lambda: 0.02)
+    later(PackedLinear, lambda: next(turns))
+    assert layout.compared(layers, packed) == pytest.approx(dict.fromkeys(layout.ROWS, 0.5))
+    monkeypatch.setattr(PackedLinear, "forward", forward)
+    monkeypatch.setattr(layout, "compared", lambda *layers: dict(zip(layout.ROWS, (43.0, 0.5, 0.5), strict=True)))
+    assert lay_out(model).name == "packed"
+
+
+@packs
 @pytest.mark.parametrize(("wanted", "slower"), [("packed", PackedLinear), ("plain", nn.Linear)])
 def test_a_layout_that_was_named_is_not_timed(wanted, slower, model, monkeypatch):
     slow(monkeypatch, slower)
