@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import kvcache as benchmark
-from benchmarks import kvcache_smollm2, kvcache_tuned
+from benchmarks import kvcache_frontier, kvcache_smollm2, kvcache_tuned
 
 from fathom.kvcache import METHODS
 from fathom.kvcache.whole import WHOLE
@@ -138,6 +138,13 @@ def test_the_page_of_a_real_model_has_the_tables_of_its_logs():
     assert len(shown) > 20 and [line for line in shown if line not in lines] == []
     picture = PLACE.parent / "docs" / "pictures" / "caches.svg"
     assert picture.read_text(encoding="utf-8") == kvcache_smollm2.picture(cells)
+
+
+def test_the_page_by_bytes_has_the_table_and_the_picture_of_its_log():
+    page = (PLACE.parent / "docs" / "results" / "2026-11-30-caches-bytes.md").read_text(encoding="utf-8")
+    log, picture = PLACE / "results" / "kvcache-frontier.jsonl", PLACE.parent / "docs" / "pictures" / "frontier.svg"
+    assert [line for line in page.splitlines() if line.startswith("|")] == [*kvcache_frontier.table(log)]
+    assert picture.read_text(encoding="utf-8") == kvcache_frontier.picture(log)
 
 
 def test_intervals_are_over_documents_that_every_cache_has_read(tmp_path):

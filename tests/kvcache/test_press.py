@@ -175,7 +175,7 @@ def test_entries_keep_their_positions(case):
         with compressed(model, press(FirstChannel(0.5)), quantized=stored):
             cache = model(pieces[0]).past_key_values
         gaps.append(float((model(pieces[1], past_key_values=cache).logits - right[:, 90:]).abs().max()))
-    assert 0 < gaps[0] < 0.01 < gaps[1] < 0.2
+    assert 0 < 10 * gaps[0] < gaps[1] < 0.5
 
 
 @dataclass
