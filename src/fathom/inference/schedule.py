@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 BOUND = 0.2
-"""Seconds that reading prompts may take between two tokens of the texts that run; and a step for one request."""
+"""Seconds that a step may take for the texts of one request."""
+CHUNK = 0.15
+"""Seconds of a chunk: who comes meanwhile waits for its end, for a step, and for the reading of its own prompt."""
 LEAST, FIRST, READ = 16, 32, 512
 """Tokens of a chunk: at least, before the time of one is known, and at most."""
 RECENT = 0.5
@@ -69,26 +71,26 @@ def chunk(fitting: float | None) -> int:
     """Tokens to read between two tokens of the texts that run: multiples of `LEAST`, so that few shapes occur.
 
     Args:
-        fitting: How many take `BOUND` seconds; None if that is not known yet.
+        fitting: How many take `CHUNK` seconds; None if that is not known yet.
     """
     return FIRST if fitting is None else min(READ, max(LEAST, int(fitting) // LEAST * LEAST))
 
 
 def learned(fitting: float | None, tokens: int, seconds: float) -> float:
-    """How many tokens take `BOUND` seconds, after another chunk.
+    """How many tokens take `CHUNK` seconds, after another chunk.
 
     Part of a chunk's time does not depend on its size, so in proportion a smaller one only says that so many fit.
-    Chunks of as many as fit come to take `BOUND`.
+    Chunks of as many as fit come to take `CHUNK`.
 
     Args:
         fitting: What was known before.
         tokens: Tokens of the chunk.
         seconds: How long it took.
     """
-    now = min(READ + LEAST, tokens * BOUND / max(seconds, 1e-9))
+    now = min(READ + LEAST, tokens * CHUNK / max(seconds, 1e-9))
     if fitting is None:
         return now
-    told = tokens >= chunk(fitting) or now > fitting or (tokens >= LEAST and seconds > BOUND)
+    told = tokens >= chunk(fitting) or now > fitting or (tokens >= LEAST and seconds > CHUNK)
     return fitting + RECENT * (now - fitting) if told else fitting
 
 
