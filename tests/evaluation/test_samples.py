@@ -16,7 +16,9 @@ from fathom.evaluation.samples import compare_samples
 DATE = "2026-11-30T02-35-26.123456"
 
 
-def logged(folder: Path, values, task="arc", metric="acc", date=DATE, results=None, prompts=None, **fields) -> Path:
+def logged(
+    folder: Path, values, task="arc", metric="acc", date=DATE, results=None, prompts=None, of=None, **fields
+) -> Path:
     """A run as lm-eval writes it: one task, a question for each value; None is a question that was not asked."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = [
@@ -33,8 +35,9 @@ def logged(folder: Path, values, task="arc", metric="acc", date=DATE, results=No
         if value is not None
     ]
     (folder / f"samples_{task}_{date}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if results is not None:
-        (folder / f"results_{date}.json").write_text(json.dumps({"results": {task: {f"{metric},none": results}}}))
+    if results is not None or of is not None:
+        numbers = {"results": {task: {f"{metric},none": results}}, "config": {"model_args": f"pretrained=m{of}"}}
+        (folder / f"results_{date}.json").write_text(json.dumps(numbers))
     return folder
 
 
@@ -86,6 +89,46 @@ def test_how_values_add_up_is_what_lm_eval_reported(tmp_path):
     assert report.notes == ["sts: f1 is left out: it is no mean over questions"]
 
 
+def test_without_lm_evals_numbers_only_shares_are_shown(tmp_path):
+    """A log-likelihood is not taken for a mean, and the file of results may have another name."""
+    for name, scale in (("a", 1.0), ("b", 1.2)):
+        losses = [-(n % 7 + 1) * scale for n in range(40)]
+        logged(tmp_path / name, losses, "lambada", "perplexity", results=math.exp(-sum(losses) / 40))
+        logged(tmp_path / name, drawn(0, 40), date="2026-11-30T03-00-00.0")
+    report = compare_samples([tmp_path / "a", tmp_path / "b"])
+    gaps = {row.task: row.differences["b"] for row in report.rows}
+    assert gaps["lambada"].kind == "ratio" and gaps["lambada"].value > 1 and gaps["arc"].value == 0
+    for name in "ab":
+        (tmp_path / name / f"results_{DATE}.json").rename(tmp_path / name / f"run_{DATE}.json")
+    assert {row.task for row in compare_samples([tmp_path / "a", tmp_path / "b"]).rows} == {"lambada", "arc"}
+    (tmp_path / "b" / f"run_{DATE}.json").unlink()
+    report = compare_samples([tmp_path / "a", tmp_path / "b"])
+    assert [row.task for row in report.rows] == ["arc"]
+    assert report.notes == [
+        "lambada: perplexity is left out: lm-eval's results are not next to the samples of every run"
+    ]
+
+
+def test_values_that_are_no_numbers(tmp_path):
+    """GLUE's f1 logs the answer and the guess; a score of a broken model may be no number."""
+    for name in "ab":
+        logged(tmp_path / name, [[n % 2, 0] for n in range(40)], "mrpc", "f1", results=0.0)
+        logged(tmp_path / name, [*drawn(0, 39), math.nan], "sciq", date="2026-11-30T03-00-00.0")
+        logged(tmp_path / name, drawn(0, 40), date="2026-11-30T04-00-00.0")
+        file = tmp_path / name / "samples_arc_2026-11-30T04-00-00.0.jsonl"
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        old = [
+            {k: v for k, v in row.items() if k not in ("filter", "metrics")} | {"doc": ["a", "list"]} for row in rows
+        ]
+        file.write_text("".join(json.dumps(row) + "\n" for row in old))
+    report = compare_samples([tmp_path / "a", tmp_path / "b"])
+    assert [(row.task, row.metric) for row in report.rows] == [("arc", "acc")]
+    assert {*report.notes} == {
+        "mrpc: f1 is left out: it is no mean over questions",
+        "sciq: acc is left out: some values are not finite",
+    }
+
+
 def test_questions_of_one_cluster_are_no_independent_draws(tmp_path):
     subjects = [n // 4 for n in range(200)]
     a, b = drawn(0), [x for x in drawn(2, 50) for _ in range(4)]
@@ -109,12 +152,20 @@ def test_the_last_of_several_runs_counts(tmp_path):
     [
         (lambda at: None, "no samples_TASK_DATE.jsonl in it: run lm-eval with --log_samples"),
         (lambda at: logged(at, drawn(0), task="piqa"), "no task is in all of"),
-        (lambda at: [logged(at / name, drawn(0)) for name in "xy"], "give the folder of one run"),
+        (
+            lambda at: [logged(at / task, drawn(0), task) for task in ("arc", "piqa")],
+            "give the folder of one model",
+        ),
+        (
+            lambda at: [logged(at, drawn(0), t, date=f"{DATE}{n}", of=n) for n, t in enumerate(("arc", "sciq"))],
+            "different",
+        ),
+        (lambda at: logged(at, [[n] for n in range(200)]), "no metric can be compared; arc: acc is left out"),
         (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"a": 1}\n'), "line 1: no doc_id"),
         (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"doc_id": 1}\n' * 2), "question 1 is in it twice"),
         (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"doc_id": 999}\n'), "no question is in all runs"),
     ],
-    ids=["empty", "other", "two", "broken", "twice", "apart"],
+    ids=["empty", "other", "two", "mixed", "values", "broken", "twice", "apart"],
 )
 def test_what_cannot_be_paired_is_one_line(tmp_path, make, error):
     logged(tmp_path / "a", drawn(0))

@@ -55,6 +55,12 @@ HYBRIDS = {
     "granitemoehybrid": lambda: tf.GraniteMoeHybridConfig(
         **DEEP, **STATES, **MIXTURE, layer_types=["mamba", "mamba", "attention", "mamba"] * 2
     ),
+    "granite without experts": lambda: tf.GraniteMoeHybridConfig(
+        **DEEP, **STATES, num_local_experts=0, layer_types=["mamba", "mamba", "attention", "mamba"] * 2
+    ),
+    "olmo_hybrid": lambda: tf.OlmoHybridConfig(
+        **DEEP, **DELTAS, layer_types=["linear_attention", "linear_attention", "full_attention", "linear_attention"] * 2
+    ),
     "bamba": lambda: tf.BambaConfig(**DEEP, **STATES, attn_layer_indices=[2, 6]),
     "jamba": lambda: tf.JambaConfig(
         **DEEP,
@@ -204,6 +210,47 @@ def test_a_tuned_hybrid_is_found_and_a_stranger_is_not(tmp_path, name):
     assert layers == {(i, i) for i in range(8)}
     far = compare(weights, open_weights(stranger), (), None, Options(extras=False, nonce=1))
     assert far.verdict.label == verdict.NONE, far.verdict.reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gone", [(3,), (2, 7), (3, 4), (1, 5), (0,), (2, 3, 4)])
+def test_a_hybrid_without_some_layers_is_found(tmp_path, gone):
+    """Every layer that is left has evidence, as in a dense model."""
+    base = save(build(HYBRIDS["qwen3_5_text"](), 0, torch.float32, trained=True), tmp_path / "base", 512)
+    left = [i for i in range(8) if i not in gone]
+
+    def cut(tensors):
+        for name in [n for n in tensors if n.startswith("model.layers.")]:
+            at, rest = name.removeprefix("model.layers.").split(".", 1)
+            value = tensors.pop(name)
+            if int(at) in left:
+                tensors[f"~model.layers.{left.index(int(at))}.{rest}"] = value
+        for name in [n for n in tensors if n.startswith("~")]:
+            tensors[name[1:]] = tensors.pop(name)
+
+    kinds = HYBRIDS["qwen3_5_text"]().layer_types
+    changed = {"num_hidden_layers": len(left), "layer_types": [kinds[i] for i in left]}
+    copy = zoo.edited(base, tmp_path / "copy", cut, **changed)
+    found = compare(open_weights(base), open_weights(copy), (), None, Options(extras=False, nonce=1))
+    assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}, found.verdict.reasons
+    assert f"layers with evidence: {len(left)} of {len(left)}" in found.verdict.reasons
+
+
+def test_a_layer_whose_attention_is_unknown_is_no_state(tmp_path):
+    """Although it holds a mixer besides."""
+    base = save(build(tf.FalconH1Config(**DEEP, **STATES, mamba_d_ssm=128), 0, torch.float32), tmp_path / "base", 512)
+    name = "model.layers.3.self_attn.q_proj.weight"
+    broken = zoo.edited(base, tmp_path / "broken", lambda tensors: tensors.pop(name))
+    with pytest.raises(ModelError, match="8 layers; 3 are of a known kind: layer 3 has no attention of known names"):
+        open_weights(broken)
+
+
+@pytest.mark.slow
+def test_attack_refuses_a_gated_output(tmp_path):
+    config = tf.Qwen3_5TextConfig(**COMMON, head_dim=8, layer_types=["full_attention"] * 4)
+    base = open_weights(save(build(config, 0, torch.float32), tmp_path / "base"))
+    with pytest.raises(ModelError, match="attention with a gated output is not supported"):
+        attack(base, ("permute",), tmp_path / "out")
 
 
 @pytest.mark.slow

@@ -9,8 +9,10 @@ the exponential of one, gives the number that lm-eval reported.
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,22 +20,35 @@ from typing import Any, TypeAlias
 from fathom._version import __version__
 from fathom.data.sources import CLUSTER
 from fathom.errors import DataError, SettingsError
-from fathom.evaluation.paired import AGGREGATIONS, Items, aggregated, rows, same
+from fathom.evaluation.paired import AGGREGATIONS, Items, aggregated, rows
 from fathom.evaluation.results import ScoreRow
 from fathom.evaluation.scores_page import interval_notes, score_table
 from fathom.evaluation.tasks import json_rows
 from fathom.report.tables import line_width, terminal_table
 
 FILE = re.compile(r"samples_(?P<task>.+)_(?P<date>\d{4}-\d\d-\d\dT[\d.-]+)\.jsonl")
+OWN = {"doc_id", "doc", "target", "arguments", "resps", "filtered_resps", "filter", "metrics"}
+OWN |= {"doc_hash", "prompt_hash", "target_hash", "bypass"}
+"""Keys of a row that are no metrics; `bypass` is what lm-eval scores where it was told not to score."""
 Question: TypeAlias = tuple[object, object]
 """A question: its number in the task, and the hash of its document."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What is kept of a question's row, whose texts may be long."""
+
+    values: Mapping[str, Any]
+    """By metric."""
+    prompt: object
+    cluster: object
 
 
 @dataclass(frozen=True)
 class Logged:
     """One task of a run under one filter: its questions, and lm-eval's own numbers."""
 
-    documents: Mapping[Question, dict[str, Any]]
+    answers: Mapping[Question, Answer]
     reported: Mapping[str, Any]
 
 
@@ -62,7 +77,7 @@ def compare_samples(folders: Sequence[str | Path], cluster: str = CLUSTER) -> Sa
     places = _named(folders)
     if len(places) < 2:
         raise SettingsError("a comparison needs two runs or more")
-    runs = {name: read(place) for name, place in places.items()}
+    runs = {name: read(place, cluster) for name, place in places.items()}
     first = next(iter(runs.values()))
     shared = [key for key in first if all(key in run for run in runs.values())]
     if not shared:
@@ -73,14 +88,16 @@ def compare_samples(folders: Sequence[str | Path], cluster: str = CLUSTER) -> Sa
     for task, chosen in shared:
         logged = {name: run[task, chosen] for name, run in runs.items()}
         common = _common(task, logged, notes)
-        for metric in _metrics(logged.values()):
-            ways = {_way(one, metric, chosen) for one in logged.values()}
-            if len(ways) > 1 or None in ways:
-                notes.append(f"{task}: {metric} is left out: it is no mean over questions")
+        for metric in _metrics(task, list(logged.values()), notes):
+            way, why = _way(list(logged.values()), metric, chosen)
+            if way is None:
+                notes.append(f"{task}: {metric} is left out: {why}")
                 continue
             label = metric if chosen == "none" else f"{metric},{chosen}"
             for name, one in logged.items():
-                scores[name][task, label] = [_items([one.documents[key] for key in common], metric, ways, cluster)]
+                scores[name][task, label] = [_items([one.answers[key] for key in common], metric, way)]
+    if not scores[next(iter(scores))]:
+        raise DataError("; ".join(["no metric can be compared", *notes]))
     return SamplesReport(__version__, {name: str(place) for name, place in places.items()}, rows(scores), notes)
 
 
@@ -89,7 +106,7 @@ def _named(folders: Sequence[str | Path]) -> dict[str, Path]:
     made: dict[str, Path] = {}
     for entry in map(str, folders):
         name, equals, path = entry.partition("=")
-        if not equals or "/" in name or Path(entry).exists():
+        if not equals or not name or "/" in name or Path(entry).exists():
             name, path = Path(entry).resolve().name, entry
         if not Path(path).is_dir():
             raise DataError(f"{path}: no such folder")
@@ -99,86 +116,116 @@ def _named(folders: Sequence[str | Path]) -> dict[str, Path]:
     return made
 
 
-def read(folder: Path) -> Tasks:
-    """The questions of a run; of a task that was run several times, the last."""
-    newest: dict[str, tuple[str, Path]] = {}
-    for path in sorted(folder.rglob("samples_*.jsonl")):
-        if (found := FILE.fullmatch(path.name)) is None:
-            continue
-        task, date = found["task"], found["date"]
-        if task in newest and newest[task][1].parent != path.parent:
-            places = f"{newest[task][1].parent} and {path.parent}"
-            raise DataError(f"{folder}: {task} is in {places}: give the folder of one run")
-        newest[task] = max(newest.get(task, ("", path)), (date, path))
-    if not newest:
+def read(folder: Path, cluster: str = CLUSTER) -> Tasks:
+    """The questions of a run; of a task that was run several times, the last.
+
+    Args:
+        folder: Where lm-eval wrote one model's files, or a folder above it.
+        cluster: The field of the documents that is kept.
+    """
+    paths = [Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names]
+    found = [(match["task"], match["date"], path) for path in paths if (match := FILE.fullmatch(path.name))]
+    if not found:
         raise DataError(f"{folder}: no samples_TASK_DATE.jsonl in it: run lm-eval with --log_samples --output_path")
+    if len(several := sorted({path.parent for *_, path in found})) > 1:
+        raise DataError(f"{folder}: runs of {several[0].name} and {several[1].name}: give the folder of one model")
+    newest = {task: (date, path) for task, date, path in sorted(found)}
+    results = {date: _results(path.parent, date) for date, path in newest.values()}
+    known = [found.get("config") or {} for found in results.values() if found]
+    models = {json.dumps(config.get("model_args"), sort_keys=True) for config in known}
+    if len(models) > 1:
+        raise DataError(f"{folder}: its tasks were run with different models, {' and '.join(sorted(models))}")
     made: Tasks = {}
     for task, (date, path) in newest.items():
-        reported = _reported(path.parent / f"results_{date}.json", task)
-        documents: dict[str, dict[Question, dict[str, Any]]] = {}
-        for number, row in enumerate(json_rows(path), 1):
-            if "doc_id" not in row:
-                raise DataError(f"{path}: line {number}: no doc_id, so it is no sample of lm-eval")
-            mine = documents.setdefault(str(row.get("filter", "none")), {})
-            key = row["doc_id"], row.get("doc_hash")
-            if key in mine:
-                raise DataError(f"{path}: question {row['doc_id']} is in it twice")
-            mine[key] = row
-        made.update({(task, chosen): Logged(found, reported) for chosen, found in documents.items()})
+        reported = (results[date].get("results") or {}).get(task) or {}
+        made.update({(task, chosen): Logged(some, reported) for chosen, some in _answers(path, cluster).items()})
     return made
 
 
-def _reported(path: Path, task: str) -> dict[str, Any]:
-    """lm-eval's numbers of a task; empty if its file is not there."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))["results"][task]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{path}: no results of {task}") from error
-    return found if isinstance(found, dict) else {}
+def _results(folder: Path, date: str) -> dict[str, Any]:
+    """lm-eval's results of a date, whatever the file is called; empty if it is not there."""
+    for path in sorted(folder.glob(f"*_{date}.json")):
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise DataError(f"{path}: bad JSON: {error}") from error
+        if isinstance(found, dict) and isinstance(found.get("results"), dict):
+            return found
+    return {}
+
+
+def _answers(path: Path, cluster: str) -> dict[str, dict[Question, Answer]]:
+    """The questions of a file, by filter."""
+    made: dict[str, dict[Question, Answer]] = {}
+    for number, row in enumerate(json_rows(path), 1):
+        if not isinstance(row.get("doc_id"), int | str):
+            raise DataError(f"{path}: line {number}: no doc_id, so it is no sample of lm-eval")
+        mine = made.setdefault(str(row.get("filter", "none")), {})
+        key = row["doc_id"], row.get("doc_hash")
+        if key in mine:
+            why = "" if "filter" in row else ", and without its filter: log it with a later lm-eval"
+            raise DataError(f"{path}: question {row['doc_id']} is in it twice{why}")
+        metrics, doc = row.get("metrics"), row.get("doc")
+        named = metrics if isinstance(metrics, list) else [name for name in row if name not in OWN]
+        values = {str(name): row[name] for name in named if name in row and name not in OWN}
+        mine[key] = Answer(values, row.get("prompt_hash"), doc.get(cluster) if isinstance(doc, dict) else None)
+    return made
 
 
 def _common(task: str, logged: Mapping[str, Logged], notes: list[str]) -> list[Question]:
     """The questions that all runs were asked, in the first run's order."""
-    tables = [one.documents for one in logged.values()]
+    tables = [one.answers for one in logged.values()]
     common = [key for key in tables[0] if all(key in table for table in tables)]
     if not common:
         raise DataError(f"{task}: no question is in all runs; the data or its version differ")
     if most := max(map(len, tables)) - len(common):
         notes.append(f"{task}: {len(common):,} questions are in all runs; up to {most:,} of a run are left out")
-    prompts = [[table[key].get("prompt_hash") for key in common] for table in tables]
-    if differ := sum(len(set(some)) > 1 for some in zip(*prompts, strict=True)):
+    if differ := sum(len({table[key].prompt for table in tables}) > 1 for key in common):
         notes.append(f"{task}: {differ:,} of {len(common):,} prompts differ between runs: shots, template or wording")
     return common
 
 
-def _metrics(logged: Iterable[Logged]) -> list[str]:
+def _metrics(task: str, logged: Sequence[Logged], notes: list[str]) -> list[str]:
     """The metrics that every run has of every question."""
-    rows = [row for one in logged for row in one.documents.values()]
-    named = dict.fromkeys(str(metric) for row in rows for metric in row.get("metrics") or ())
-    return [metric for metric in named if all(metric in row for row in rows)]
+    answers = [answer for one in logged for answer in one.answers.values()]
+    named = dict.fromkeys(metric for answer in answers for metric in answer.values)
+    whole = [metric for metric in named if all(metric in answer.values for answer in answers)]
+    notes += [f"{task}: {metric} is not known of every question" for metric in named if metric not in whole]
+    return whole
 
 
-def _way(logged: Logged, metric: str, chosen: str) -> str | None:
-    """How the values of a metric add up to the number that lm-eval reported; a mean if that is not there."""
-    values, reported = [row[metric] for row in logged.documents.values()], logged.reported.get(f"{metric},{chosen}")
-    for aggregation in AGGREGATIONS if isinstance(reported, int | float) else AGGREGATIONS[:1]:
-        try:
-            items = aggregated(values, aggregation)
-        except (TypeError, ValueError):  # of another kind
-            continue
-        if items is not None and (not isinstance(reported, int | float) or same(items.score, float(reported))):
-            return aggregation
-    return None
+def _way(logged: Sequence[Logged], metric: str, chosen: str) -> tuple[str | None, str]:
+    """How the values of a metric add up in every run to the number that lm-eval reported, or why that is not known.
+
+    Without lm-eval's numbers only shares of right answers are shown: what lies between 0 and 1 is a mean.
+    """
+    found = [one.reported.get(f"{metric},{chosen}") for one in logged]
+    values = [[answer.values[metric] for answer in one.answers.values()] for one in logged]
+    flat = [value for some in values for value in some]
+    if any(isinstance(value, float) and not math.isfinite(value) for value in flat):
+        return None, "some values are not finite"
+    if not all(isinstance(number, int | float) for number in found):
+        shares = all(isinstance(value, int | float) and 0 <= value <= 1 for value in flat)
+        return ("mean", "") if shares else (None, "lm-eval's results are not next to the samples of every run")
+    for way in AGGREGATIONS:
+        if all(_adds_up(some, way, float(number)) for some, number in zip(values, found, strict=True)):  # type: ignore[arg-type]
+            return way, ""
+    return None, "it is no mean over questions"
 
 
-def _items(documents: Sequence[dict[str, Any]], metric: str, ways: set[str | None], cluster: str) -> Items:
+def _adds_up(values: Sequence[Any], way: str, reported: float) -> bool:
+    try:
+        items = aggregated(values, way)
+        return items is not None and math.isclose(items.score, reported, rel_tol=1e-6, abs_tol=1e-9)
+    except (TypeError, ValueError, ZeroDivisionError):  # values of another kind
+        return False
+
+
+def _items(answers: Sequence[Answer], metric: str, way: str) -> Items:
     """The items of a metric, with the clusters that the documents name."""
-    (way,) = ways
-    items = aggregated([row[metric] for row in documents], str(way))
+    items = aggregated([answer.values[metric] for answer in answers], way)
     assert items is not None
-    found = [(row.get("doc") or {}).get(cluster) for row in documents]
+    found = [answer.cluster for answer in answers]
     return replace(items, clusters=found) if any(one is not None for one in found) else items
 
 

@@ -360,6 +360,8 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
         raise ModelError(f"dtype {dtype}: wanted float32 or float64")
     if weights.geometry.latent or any(view.item is not None for view in weights.views.values()):
         raise ModelError("attack: latent attention and mixtures of experts are not supported")
+    if any(role == "q_gate" for role, _ in weights.views):
+        raise ModelError("attack: attention with a gated output is not supported")
     matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
     if matrices:
         raise ModelError(f"attack: {matrices[0]} would have to be edited too, and its role is not known")

@@ -480,7 +480,8 @@ def judge(
         pair.aligned.pairing == "nothing" or pair.aligned.fixed is None,
         pair.aligned.pairing == "row numbers",
     )
-    sizes = len(seen.layers), len(pair.layers[0]), len(pair.layers[1])
+    ours, theirs = (max(len(some), len(seen.measured)) for some in pair.layers)
+    sizes = len(seen.layers), min(ours, pair.a.geometry.layers), min(theirs, pair.b.geometry.layers)
     return Comparison(
         pair,
         measured,

@@ -149,6 +149,12 @@ FEED_FORWARD = (
         {"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"}, packing="experts"
     ),
     Scheme({"gate_up": "block_sparse_moe.input_linear", "down": "block_sparse_moe.output_linear"}, packing="experts"),
+    Scheme({"gate_up": "shared_mlp.input_linear", "down": "shared_mlp.output_linear"}, packing="concat"),
+    Scheme(  # the experts represent the layer
+        {"gate_up": "block_sparse_moe.input_linear", "down": "block_sparse_moe.output_linear"}
+        | {"shared_gate_up": "shared_mlp.input_linear", "shared_down": "shared_mlp.output_linear"},
+        packing="experts",
+    ),
     Scheme({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
     Scheme({"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}, packing="maybe_gated"),
     Scheme({"up": "mlp.fc1", "down": "mlp.fc2"}),
@@ -172,6 +178,8 @@ NORMS = (
     Scheme({"attn_norm": "input_layernorm"}, packing="parallel"),
     Scheme({"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}),
     Scheme({"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}),
+    Scheme({"attn_norm": "attention_layer_norm", "ffn_norm": "feedforward_layer_norm"}),
+    Scheme({"post_attn_norm": "feedforward_layer_norm", "post_ffn_norm": "post_feedforward_layernorm"}),
     Scheme({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"}),
     Scheme({"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}),
     Scheme({"attn_norm": "ln_1", "ffn_norm": "ln_2"}),
@@ -191,7 +199,9 @@ INTERLEAVED_ROTARY |= {"ernie4_5", "ernie4_5_moe", "llama4", "llama4_text"}
 # with latent attention; of some, `rope_interleave: false` says otherwise
 INTERLEAVED_ROTARY |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4"}
 INTERLEAVED_ROTARY |= {"longcat_flash", "bailing_hybrid", "youtu", "axk1"}
-UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt"})
+UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt", "jamba"})
+GATED_OUTPUT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
+"""Families that store a gate of attention's output with the queries."""
 LAYER_NORM = frozenset(
     {"gpt2", "opt", "bloom", "mpt", "gpt_neox", "gpt_neox_japanese", "falcon", "gptj", "phi", "stablelm"}
 )
@@ -253,15 +263,27 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
 
 def stacked(names: Collection[str], prefix: str, stack: Stack) -> list[str]:
     """The layers of a stack, from the first on: those with attention, and those with another mixer in its place."""
-    depth = (prefix + stack.layer).count(".") + 1
-    held = {".".join(name.split(".", depth)[:depth]) for name in names if name.startswith(prefix)}
+    depth = (prefix + stack.layer).count(".")
+    held: dict[str, set[str]] = {}
+    for name in (name for name in names if name.startswith(prefix)):
+        parts = name.split(".", depth + 1)
+        held.setdefault(".".join(parts[:depth]) + ".", set()).update(parts[depth : depth + 1])
     out: list[str] = []
     while True:
         layer = prefix + stack.layer.format(len(out))
-        attention = matching(ATTENTION, names, layer, "the attention")
-        if not attention and not any(layer + mixer in held for mixer in MIXERS):
+        if not matching(ATTENTION, names, layer, "the attention") and not _has_state(held.get(layer, set())):
             return out
         out.append(layer)
+
+
+def _has_state(modules: Collection[str]) -> bool:
+    """Whether a layer has another mixer in place of attention: one that is known, and nothing called attention."""
+    known = {*MIXERS} & {*modules}
+    return bool(known) and not any("attn" in name or "attention" in name for name in {*modules} - known - NORM_MODULES)
+
+
+NORM_MODULES = frozenset({"post_attention_layernorm", "attention_layernorm", "attention_norm", "attention_layer_norm"})
+"""Modules of a layer that are named after attention and are norms."""
 
 
 def why_not(names: Collection[str], index: int = 0) -> str:
@@ -274,11 +296,14 @@ def why_not(names: Collection[str], index: int = 0) -> str:
             layers.setdefault(int(found[1]), set()).add(name[: found.start(2)])
     if index not in parts:
         return "no tensor is named as one of a layer" if not parts else f"layer {index} has no tensors"
-    if mixers := {place: words for place in parts if (words := _mixer(parts[place]))}:
+    attentive = any(matching(ATTENTION, names, layer, "the attention") for some in layers.values() for layer in some)
+    if not attentive and (mixers := {place: words for place in parts if (words := _mixer(parts[place]))}):
         listed = ", ".join(map(str, sorted(mixers)[:4])) + (", …" if len(mixers) > 4 else "")
         what = " and ".join(sorted(set(mixers.values())))
         return f"layers {listed} of {len(parts)} hold {what} in place of attention, and no test reads that"
-    if any(matching(ATTENTION, names, layer, "the attention") for layer in layers[index]):
+    if any(matching(ATTENTION, names, layer, "the attention") for layer in layers[index]) or (
+        attentive and _has_state({part.split(".")[0] for part in parts[index]})
+    ):
         return "its layers are known, but not the names of its embedding and final norm"
     others = {
         part.removesuffix(".weight").removesuffix(".bias") for part in parts[index] if not _NOT_MIXING.search(part)

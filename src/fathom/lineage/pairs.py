@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from fathom.lineage import awm, evidence, signs, values
 from fathom.lineage.aligning import CLOSE, Aligned
@@ -126,8 +127,8 @@ class Pair:
 def matched_layers(
     scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], models: tuple[Weights, Weights]
 ) -> list[tuple[int, int]]:
-    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one. Layers
-    without attention follow the nearest matched one."""
+    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one. In
+    hybrids, the layers between two matched ones are counted from both."""
     depths = models[0].geometry.layers, models[1].geometry.layers
     names = [name for name in NAMES.values() if name in scores and scores[name].pairs]
     if names:
@@ -139,10 +140,13 @@ def matched_layers(
 
 def _with_neighbours(pairs: list[tuple[int, int]], models: tuple[Weights, Weights]) -> list[tuple[int, int]]:
     """Pairs of layers with attention, and of those without it that lie as far from a pair in both models."""
-    states = [{*range(w.geometry.layers)} - {*w.keyed} for w in models]
-    found = {*pairs}
-    for i in sorted(states[0]) if all(states) else ():
-        near = min(pairs, key=lambda pair: abs(pair[0] - i))
-        if (j := near[1] + i - near[0]) in states[1]:
-            found.add((i, j))
+    depths = [w.geometry.layers for w in models]
+    if [len(w.keyed) for w in models] == depths:
+        return pairs
+    found, taken = {*pairs}, {j for _, j in pairs}
+    anchors = [(-1, -1), *sorted(pairs), (depths[0], depths[1])]
+    for (i, j), (further, last) in pairwise(anchors):
+        for at in (at for at in range(j + 1, last) if at not in taken):
+            both = (i + at - j, further - last + at)  # layers may be missing before it, or after it
+            found |= {(other, at) for other in both if i < other < further}
     return sorted(found)

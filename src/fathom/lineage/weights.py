@@ -446,7 +446,7 @@ class _Roles:
             pieces: Pieces = {role: None}
             if role == "qkv":
                 pieces = self._cut_qkv(out, module)
-            elif role == "q" and self.latent is None and out == 2 * self.heads * self.head_dim:
+            elif role == "q" and self.model_type in layouts.GATED_OUTPUT and out == 2 * self.heads * self.head_dim:
                 pieces = self._cut_gate()
             elif kind == "experts" and len(shape) == 3:
                 item, conv1d = 0, self.model_type in layouts.EXPERTS_IN_OUT
@@ -492,7 +492,10 @@ class _Roles:
 
     def geometry(self, layers: int) -> Geometry:
         """The shape of the model, once all layers are added."""
-        rotary = "none" if self.model_type in layouts.UNROTATED or self.config.get("alibi") is True else "half"
+        unrotated = self.model_type in layouts.UNROTATED or self.config.get("alibi") is True
+        if self.model_type == "granitemoehybrid":
+            unrotated = self.config.get("position_embedding_type") != "rope"
+        rotary = "none" if unrotated else "half"
         if self.model_type in layouts.INTERLEAVED_ROTARY and self.config.get("rope_interleave") is not False:
             rotary = "interleaved"
         layer_norm = self.model_type in layouts.LAYER_NORM or ("final_norm_bias", None) in self.views

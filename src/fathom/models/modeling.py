@@ -481,9 +481,13 @@ class FathomModel(FathomPreTrainedModel):
         self.balance = adopt_routers(host)
         copy_flags(self, type(host))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A module is put in its place by our name too."""
+        super().__setattr__(self.names.get(name, name) if isinstance(value, nn.Module) else name, value)
+
     def set_input_embeddings(self, value: nn.Module) -> None:
         """See transformers; a family may call its embedding by another name."""
-        self.add_module(self.names.get("embed_tokens", "embed_tokens"), value)
+        self.embed_tokens = value
 
     def _arranged(self, packed: Tensor | None, mask: Any, x: Tensor, stores: bool) -> Arrangement | None:
         """The order in which layers with a state read tokens, if it is not the given one."""

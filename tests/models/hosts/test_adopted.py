@@ -28,6 +28,8 @@ def test_a_module_put_in_its_place_is_run(name):
         setattr(model.model, own, module)
         assert not torch.allclose(model(ids).logits, before, atol=1e-3), own
         assert getattr(model.model, part) is module
+        setattr(model.model, part, nn.Identity())  # by our name
+        assert isinstance(model.model._modules[own], nn.Identity) and (part == own or part not in model.model._modules)
     assert isinstance(ours.get_input_embeddings(), nn.Embedding)
 
 

@@ -54,7 +54,7 @@ def made(found: Comparison, hashed: bool) -> LineageReport:
         structure={
             "paired_by": pair.aligned.pairing,
             "shared_rows": pair.aligned.shared,
-            "layers_scored": [depth_a, depth_b],
+            "layers_scored": [len(some) for some in pair.layers],
             "layer_map": [[pair.layers[0][i], pair.layers[1][j]] for i, j in pair.scores[pair.best].pairs]
             if pair.best
             else [],
