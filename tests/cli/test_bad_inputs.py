@@ -608,7 +608,7 @@ LINEAGE = [
     ("search cut.card --library library", "cut.card"),
     ("search nowhere.card --library library", "nowhere.card"),
     ("search folder --library library", "folder"),
-    ("search empty.card --library file", "file"),
+    ("search empty.card --library file", "empty.card"),
     ("search empty.card --library library --top -1", "--top -1"),
     ("attack nowhere --out new --kind scale", "nowhere"),
     ("attack plain --out new --kind nope", "nope"),

@@ -50,6 +50,8 @@ def test_what_the_readers_keep_is_not_accused() -> None:
      ("of all 7 bytes in it", "something else of these", 0),
      ("since the year 1999<a href='#n'>2</a> or so", "since the year 1999 or so", 0),
      ("since the year 1999<sup><a href='#n'>2</a></sup> or so", "since the year 19992 or so", 1),
+     ("in the maypole <a epub:type='noteref' href='#n'>1108</a> in the", "in the maypole in the", 0),
+     ("in the maypole <a class='reference' href='#n'>1998</a> in the", "in the maypole in the", 1),
      ("<tei>of all 2<hi rend='superscript'>32</hi> bytes in it</tei>", "of all 232 bytes in it", 1),
      (FORMULA.format(""), "the radius is metres in the way", 4)],
 )  # fmt: skip
