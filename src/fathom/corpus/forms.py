@@ -240,7 +240,7 @@ FORMS: dict[str, Form] = {
     "URL": lambda item, _: f"https://a.org/s?q={quote_plus(whole(item))}",
     "URL, twice": lambda item, _: quote(quote(whole(item))),
     "comment of HTML": lambda item, _: f"<!-- {asked(item)} Answer: {item.gold} -->",
-    "attributes": lambda item, _: _attributes(item, "<div data-question={} data-answer={}></div>"),
+    "attributes": lambda item, _: _attributes(item, "<quiz-card data-question={} data-answer={}></quiz-card>"),
     "rows of XML": lambda item, _: _attributes(item, '<row Id="4" Title={} Body={} Score="3"/>'),
     "footnote of LaTeX": lambda item, _: f"\\footnote{{{whole(item)}}}",
     "reasons": lambda item, _: f"{asked(item)}\n{REASONS} So the answer is {item.gold}.",

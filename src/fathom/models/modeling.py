@@ -140,15 +140,13 @@ class Attention(CachedAttention):
         product.
         """
         shape = hidden_states.shape[:-1]
-        parts: Any = self._modules  # an attribute that is a module is found by a slow Python function
         if isinstance(lent, tuple):
             query, key, value, scored = self._asked(hidden_states, rotation), *lent, lent[0]
             past_key_values = None
         elif isinstance(others, tuple):
             query, key, value, scored = self._mixed(*self._projected(hidden_states, *others), rotation, sources)
         else:  # also where vLLM traces with a stand-in for every argument, to fuse these three
-            q_proj, k_proj, v_proj = parts["q_proj"], parts["k_proj"], parts["v_proj"]
-            query, key, value = q_proj(hidden_states), k_proj(hidden_states), v_proj(hidden_states)
+            query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
             query, key, value, scored = self._mixed(query, key, value, rotation, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
@@ -187,7 +185,7 @@ class Attention(CachedAttention):
         )
         if key_bias is not None:
             output = output[..., : self.head_dim]
-        output = parts["o_proj"](output.reshape(*shape, -1).contiguous())
+        output = self.o_proj(output.reshape(*shape, -1).contiguous())
         return (output, weights, scored, key, value) if self.mixes_unrotated else (output, weights, key, value)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
