@@ -198,6 +198,8 @@ def test_a_model_that_was_just_opened(sinks, while_decoding):
 def test_a_context_is_compressed_while_it_is_read(model, monkeypatch, method):
     """Layer by layer, once: then it is small, and questions are answered from it as from a rolling cache."""
     context, question, held, made = tokens(1, 100), tokens(1, 9, seed=3), [], []
+    with compressed(model, method, ratio=0.25):
+        model(context)  # a method is tried on a few tokens once in a process
     compress = METHODS[method].compress
     monkeypatch.setattr(METHODS[method], "compress", lambda *given: made.append(1) or compress(*given))
 
