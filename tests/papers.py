@@ -80,7 +80,7 @@ CHOICES = (
         "feed",
         "`mixture`; others are ablations",
         "`mixture`",
-        "where the projector and the learnt pause start, and that all trips share one, is ours",
+        "where the projector and the learnt pause start, and that all iterations share one, is ours",
     ),
     Choice("ponder2", "trips", "2", "2", "the paper's"),
     Choice(
