@@ -500,3 +500,16 @@ def test_a_short_question_is_found_without_its_passage(length: int) -> None:
     assert finds(item, around(f"{text}? Fish.")) and finds(item, around(" ".join(WORDS[20:50])))
     assert finds(item, around(text)) == (length >= Decontaminate().whole)
     assert not finds(item, around(f"{text[:-2]}x? Fish.")) and not build_index([item], Decontaminate())[1].short
+
+
+def test_another_question_s_answer_is_none() -> None:
+    """Reasons may stand between a question and what they conclude, not another question, nor all of it before."""
+    asked = " ".join([word for word in Prose(71).words if len(word) > 3][:6])
+    item, reasons = Item("x", asked, gold="marsupial"), " ".join(Prose(33).document(300).split()[:40])
+    assert hits([item], around(f"{asked}? {reasons} So the answer is marsupial."))
+    for clean in (
+        f"{asked}? {reasons} What is a kangaroo? Answer: marsupial.",
+        f"Which is larger, a placental or a marsupial? Answer: placental. {reasons} {asked}?",
+        f"So the answer is marsupial. {reasons} {asked}?",
+    ):
+        assert not hits([item], around(clean)), clean

@@ -291,7 +291,8 @@ class Matcher:
                 continue
             first, last = span
             if pair.shared:
-                ahead, after = _beside(words, first, last, self._wanted[benchmark][asked.item])
+                wanted = self._wanted[benchmark][asked.item]
+                ahead, after = _beside(words, first, last, wanted, texts[text].text)
                 after = after or self._near.answer(benchmark, asked.item, said, last)
                 if not ahead + after:
                     continue
@@ -318,7 +319,7 @@ class Matcher:
             end = begin + len(sequence)
             if begin < low or end > high or words.numbers[begin:end].tolist() != sequence:
                 return None
-            if kind == ANSWERED and not sum(beside := _beside(words, begin, end, wanted)):
+            if kind == ANSWERED and not sum(beside := _beside(words, begin, end, wanted, texts[text].text)):
                 return None
         asked = texts[text].text[int(words.starts[begin]) : int(words.ends[end - 1])]
         if not self._holds(benchmark, item, plain(asked)):  # numbers of different runs can collide
@@ -351,17 +352,23 @@ class Matcher:
         return any(f" {passage} " in text for text in met[key])
 
 
-def _beside(words: Words, begin: int, end: int, wanted: Wanted) -> tuple[int, int]:
+def _beside(words: Words, begin: int, end: int, wanted: Wanted, text: str) -> tuple[int, int]:
     """How many words before a question its answer begins, and how many after it the answer ends; 0 if it does not."""
-    text = int(np.searchsorted(words.bounds, begin, "right"))
-    low, high = max(begin - FARTHEST, int(words.bounds[text - 1])), min(end + FARTHEST, int(words.bounds[text]))
-    if after := answer_end(words.numbers[end:high].tolist(), wanted):
-        return 0, after
-    return answer_end(words.numbers[low:begin].tolist()[::-1], wanted.reversed()), 0
+    number = int(np.searchsorted(words.bounds, begin, "right"))
+    low, high = max(begin - FARTHEST, int(words.bounds[number - 1])), min(end + FARTHEST, int(words.bounds[number]))
+    after = words.numbers[end:high].tolist()
+    found, place = _answer_end(after, wanted)
+    if found:
+        return 0, found
+    if found := _concluded(after, place, wanted):
+        between = text[int(words.starts[end]) : int(words.starts[end + found - 1])]
+        if "?" not in between:  # else it may be another question's answer
+            return 0, found
+    return _answer_end(words.numbers[low:begin].tolist()[::-1], wanted.reversed())[0], 0
 
 
-def answer_end(after: Sequence[int], wanted: Wanted) -> int:
-    """How many words after a question its answer ends; 0 if the answer does not follow.
+def _answer_end(after: Sequence[int], wanted: Wanted) -> tuple[int, int]:
+    """How many words after a question its answer ends, 0 if the answer does not follow; and how many were looked at.
 
     Args:
         after: The words that follow the question.
@@ -372,7 +379,7 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
         rest = after[place:]
         for gold in () if (offered := _alternatives(rest, wanted)) else wanted.golds:
             if list(rest[: len(gold)]) == gold and not (vague and _common().issuperset(gold)):
-                return place + len(gold)
+                return place + len(gold), place
         passed = offered or max((len(one) for one in wanted.others if list(rest[: len(one)]) == one), default=0)
         if passed:
             place, labels, others, vague = place + passed, MOST_LABELS, MOST_WORDS, False
@@ -381,7 +388,7 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
         elif rest and others and rest[0] not in _denials():
             place, others, vague = place + 1, others - 1, True
         else:
-            return _concluded(after, place, wanted)
+            return 0, place
 
 
 def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> int:
