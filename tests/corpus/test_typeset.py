@@ -37,6 +37,14 @@ from fathom.corpus.typeset import typeset
             "said, see note one",
         ),
         ("<p>said<a class=x href='#n'>1</a>", "said1"),
+        (
+            "<p>said<a role=doc-noteref href='#n'><sup>65</sup></a>, <a epub:type=noteref href='#g'>dhow</a>",
+            "said, dhow",
+        ),
+        (
+            "<p>by<a epub:type=noteref href='e#note-1089'>1089</a> in <a epub:type=noteref href='#n7'>1884</a>",
+            "by in 1884",
+        ),
         ("<p>Sir<sup>a</sup> and H<sub>2</sub>O and \x01\x02", "Sirᵃ and H₂O and"),
     ],
 )

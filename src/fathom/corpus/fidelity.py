@@ -70,8 +70,6 @@ OPTIONAL = "\ue000", "\ue001"
 """What encloses marks of notes in a page's text."""
 LEFT_OUT = re.compile("\ue000[^\ue000\ue001]*\ue001")
 MARK = re.compile(r"[\s(\[]*(?:[\^_]\{)?[\s(\[]*\d{1,3}[a-z]?(?:\s*[,;–-]\s*\d{1,3}[a-z]?)*[\s\])]*\}?[\s.\])]*")
-NUMBERED = re.compile(r"\s*\d{1,5}[a-z]?\s*")
-"""A mark of an element that calls itself `noteref`: notes of a long book go beyond 999."""
 DASHES = str.maketrans(dict.fromkeys("\u2010\u2011\u2012\u2013\u2212\u207b\u208b", "-"))
 ONE = r"\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)*|\d+(?:\.\d+)*|[\u00bc-\u00be\u2150-\u215e]"
 SCRIPTED = r"[\^_]\{[^{}]*\d[^{}]*\}"
@@ -215,8 +213,8 @@ class _Element:
     note: bool
     text: str = ""
     children: int = 0
-    refers: bool = False
-    """Whether it calls itself the mark of a note."""
+    named: tuple[str, ...] = ()
+    """The number of its note, which may be long, if it calls itself the mark of one."""
 
 
 def _marked(page: str) -> str:
@@ -260,7 +258,8 @@ class _Reader(HTMLParser):
         )
         named = " ".join(values.get(key, "") for key in ("class", "id", "role", "rel", "epub:type", "type"))
         script, noted = _script(tag, values, above), bool(NOTED.search(named))
-        self._open.append(_Element("silent" if hidden else tag, script, noted, refers="noteref" in named))
+        number = re.findall(r"\d+$", values.get("href", "")) if "noteref" in named else ()
+        self._open.append(_Element("silent" if hidden else tag, script, noted, named=tuple(number)))
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self._open[-1].text += "" if tag in INLINE else " "
@@ -288,16 +287,16 @@ class _Reader(HTMLParser):
         if one.script and text.strip():
             text = f"/{text}" if one.script == "/" else f"{one.script}{{{text.strip()}}}"
             text = _optional(text) if one.note or not said else text
-        elif (one.tag in LINKS or one.note) and _is_mark(text, one.refers):
+        elif (one.tag in LINKS or one.note) and (text.strip() in one.named or _is_mark(text)):
             text = _optional(text)
         above = self._open[-1]
         above.text += text + ("" if one.tag in (*INLINE, *CLOSE) else " ")
         return one.tag
 
 
-def _is_mark(text: str, refers: bool) -> bool:
+def _is_mark(text: str) -> bool:
     """Whether a link or a note holds nothing but its number."""
-    return bool(MARK.fullmatch(re.sub("[\ue000\ue001]", "", text)) or (refers and NUMBERED.fullmatch(text)))
+    return bool(MARK.fullmatch(re.sub("[\ue000\ue001]", "", text)))
 
 
 def _optional(text: str) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import html
 import itertools
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
@@ -60,8 +61,8 @@ CLASS = re.compile(r"\.([\w-]+)(?=[\s,:]*$|\s*,)")
 SHEET = re.compile(r"<style\b[^>]*>(.{1,200000}?)</style", re.IGNORECASE | re.DOTALL)
 SCRIPTS = ("sup", "superscript", "align-super", "exponent", "sub", "subscript", "align-sub")
 """Classes that say where an element is set, in any style sheet."""
-LONGEST_MARK = 5
-"""Characters of a note's mark on the line."""
+MARK = re.compile(r"[\[(]?(?:\d{1,3}[a-z]?|[a-z]|[*†‡§¶#]{1,3})[\])]?")
+"""A note's mark on the line. A longer number is one if the link ends with it: otherwise it may be a year."""
 NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
 MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
 
@@ -225,7 +226,7 @@ class _Typesetter(HTMLParser):
             self._formulas = True
             return in_tex(said, "display" in one.attributes["type"])
         if one.kind == "note":
-            return "" if len(said.split()) < 2 and len(said.strip()) <= LONGEST_MARK else said
+            return "" if _is_mark(said.strip(), one.attributes.get("href", "")) else said
         letters = [letter for letter in said if letter.isalnum()]
         linked = letters and letters == [letter for letter in one.in_notes if letter.isalnum()]
         if one.kind == "super" and (linked or _is_note(one)):
@@ -276,6 +277,12 @@ def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -
             if name in classes or name.lower() in SCRIPTS:
                 return classes.get(name) or named_script(name) or ""
     return ""
+
+
+def _is_mark(said: str, link: str) -> bool:
+    """Whether a link that calls itself `noteref` holds nothing but a mark; glossaries link the word itself."""
+    mark = unicodedata.normalize("NFKC", said).strip("^{} ")  # which may have been set above the line
+    return bool(MARK.fullmatch(mark)) or (mark.isdecimal() and re.search(rf"(?<!\d){mark}$", link) is not None)
 
 
 def _is_note(one: _Open) -> bool:
