@@ -21,12 +21,16 @@ PART = 64
 """Most members of a list that are written at once: other threads wait meanwhile."""
 
 
-def written(value: object) -> str:
+DEEP = 6
+"""How deep log-probabilities lie in an answer; what is deeper came from the client."""
+
+
+def written(value: object, deep: int = DEEP) -> str:
     """An answer as JSON, written in parts, since log-probabilities may be a hundred thousand numbers and names."""
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{json.dumps(key)}:{written(one)}" for key, one in value.items()) + "}"
-    if isinstance(value, list) and len(value) <= PART:
-        return "[" + ",".join(map(written, value)) + "]"
+    if deep and isinstance(value, dict):
+        return "{" + ",".join(f"{_plainly(str(key))}:{written(one, deep - 1)}" for key, one in value.items()) + "}"
+    if deep and isinstance(value, list) and len(value) <= PART:
+        return "[" + ",".join(written(one, deep - 1) for one in value) + "]"
     if isinstance(value, list):
         return "[" + ",".join(_plainly(value[i : i + PART])[1:-1] for i in range(0, len(value), PART)) + "]"
     return _plainly(value)

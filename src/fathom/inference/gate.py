@@ -21,8 +21,9 @@ from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
-LARGE = 1 << 12
-"""A body of more bytes than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time."""
+MANY = 2000
+"""A body of more values than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time. A
+long text is parsed in no time."""
 VALUE = 80
 """Bytes of a value once it is parsed, beside those of its text: an empty list has three there."""
 PAUSE = 1.0
@@ -30,7 +31,7 @@ PAUSE = 1.0
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
 STALLED = 60.0
-"""Seconds until a connection is closed whose client reads nothing of what waits for it."""
+"""Seconds in which a client must read some of what waits for it, or its connection is closed."""
 PIECE = 1 << 14
 """Most bytes that are read from a connection at a time: chunks of a byte each take 20 µs for every six bytes."""
 INCOMPLETE = 512
@@ -114,7 +115,7 @@ class Gate:
         busy.update([client] if client is not None else [])
         try:
             whole = await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
-            more = self._values(chunks)
+            more = self._hold(chunks)
         except (ApiError, asyncio.TimeoutError) as error:
             late = f"the body did not arrive within {PATIENCE:.0f} seconds"
             refusal = error if isinstance(error, ApiError) else ApiError(408, late, "timeout")
@@ -135,7 +136,7 @@ class Gate:
         async def again() -> AsgiMessage:
             if not unread:
                 return await asyncio.shield(gone)
-            if len(body) > LARGE:
+            if _values((body,)) > MANY:
                 await self._take_turn()
             return unread.pop()
 
@@ -210,13 +211,18 @@ class Gate:
         chunks[:] = [b"".join(chunks)]
         return True
 
-    def _values(self, chunks: Sequence[bytes]) -> int:
+    def _hold(self, chunks: Sequence[bytes]) -> int:
         """The bytes that a body's values will take beside its text, as long as its request runs; they are held now."""
-        more = VALUE * sum(body.count(mark) for body in chunks for mark in (b",", b"[", b"{"))
+        more = VALUE * _values(chunks)
         if more and self.held + more > max(BODIES, self.body_limit):
             raise _full()
         self.held += more
         return more
+
+
+def _values(chunks: Sequence[bytes]) -> int:
+    """About how many values a body has, at most."""
+    return sum(body.count(mark) for body in chunks for mark in (b",", b"[", b"{"))
 
 
 def _full() -> ApiError:
@@ -264,12 +270,23 @@ class Timed(H11Protocol):
     def pause_writing(self) -> None:
         """Start the clock when a client does not read: asyncio holds what it may, and the answer waits."""
         super().pause_writing()
-        self.stalled = self.loop.call_later(STALLED, self.transport.abort)
+        self._wait_for_reading()
 
     def resume_writing(self) -> None:
         """Stop the clock when it reads."""
         super().resume_writing()
         self._read_on()
+
+    def _wait_for_reading(self) -> None:
+        left = self.transport.get_write_buffer_size()
+        self.stalled = self.loop.call_later(STALLED, self._look, left)
+
+    def _look(self, before: int) -> None:
+        """Close the connection if nothing was read since."""
+        if self.transport.get_write_buffer_size() < before:
+            self._wait_for_reading()
+        else:
+            self.transport.abort()
 
     def _read_on(self) -> None:
         if self.stalled is not None:
