@@ -109,6 +109,24 @@ def test_without_lm_evals_numbers_only_shares_are_shown(tmp_path):
     ]
 
 
+def test_numbers_that_contradict_the_samples_are_not_shown(tmp_path):
+    """Also where the other run's are not there."""
+    logged(tmp_path / "a", drawn(0), results=0.93), logged(tmp_path / "b", drawn(1))
+    with pytest.raises(DataError, match="arc: acc is left out: it is no mean over questions"):
+        compare_samples([tmp_path / "a", tmp_path / "b"])
+
+
+@pytest.mark.parametrize("damage", [{"metrics": [["x"]]}, {"doc_hash": ["x"]}, {"prompt_hash": ["z"]}])
+def test_a_damaged_row_is_one_line(tmp_path, damage):
+    logged(tmp_path / "a", drawn(0))
+    (tmp_path / "b").mkdir()
+    row = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0, "doc_hash": "hash0"} | damage
+    (tmp_path / "b" / f"samples_arc_{DATE}.jsonl").write_text(json.dumps(row) + "\n")
+    (tmp_path / "b" / f"results_{DATE}.json").write_text('{"results": {"arc": [1]}, "config": [1]}')
+    with pytest.raises(DataError, match=r"line 1: doc_hash and prompt_hash are texts|no metric can be compared"):
+        compare_samples([tmp_path / "a", tmp_path / "b"])
+
+
 def test_values_that_are_no_numbers(tmp_path):
     """GLUE's f1 logs the answer and the guess; a score of a broken model may be no number."""
     for name in "ab":

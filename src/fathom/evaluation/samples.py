@@ -131,13 +131,14 @@ def read(folder: Path, cluster: str = CLUSTER) -> Tasks:
         raise DataError(f"{folder}: runs of {several[0].name} and {several[1].name}: give the folder of one model")
     newest = {task: (date, path) for task, date, path in sorted(found)}
     results = {date: _results(path.parent, date) for date, path in newest.values()}
-    known = [found.get("config") or {} for found in results.values() if found]
-    models = {json.dumps(config.get("model_args"), sort_keys=True) for config in known}
+    models = {
+        json.dumps(_within(found, "config").get("model_args"), sort_keys=True) for found in results.values() if found
+    }
     if len(models) > 1:
         raise DataError(f"{folder}: its tasks were run with different models, {' and '.join(sorted(models))}")
     made: Tasks = {}
     for task, (date, path) in newest.items():
-        reported = (results[date].get("results") or {}).get(task) or {}
+        reported = _within(_within(results[date], "results"), task)
         made.update({(task, chosen): Logged(some, reported) for chosen, some in _answers(path, cluster).items()})
     return made
 
@@ -154,12 +155,20 @@ def _results(folder: Path, date: str) -> dict[str, Any]:
     return {}
 
 
+def _within(values: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under a key; an empty one if there is none."""
+    found = values.get(key)
+    return found if isinstance(found, dict) else {}
+
+
 def _answers(path: Path, cluster: str) -> dict[str, dict[Question, Answer]]:
     """The questions of a file, by filter."""
     made: dict[str, dict[Question, Answer]] = {}
     for number, row in enumerate(json_rows(path), 1):
         if not isinstance(row.get("doc_id"), int | str):
             raise DataError(f"{path}: line {number}: no doc_id, so it is no sample of lm-eval")
+        if not all(isinstance(row.get(name), str | None) for name in ("doc_hash", "prompt_hash")):
+            raise DataError(f"{path}: line {number}: doc_hash and prompt_hash are texts in a sample of lm-eval")
         mine = made.setdefault(str(row.get("filter", "none")), {})
         key = row["doc_id"], row.get("doc_hash")
         if key in mine:
@@ -167,7 +176,7 @@ def _answers(path: Path, cluster: str) -> dict[str, dict[Question, Answer]]:
             raise DataError(f"{path}: question {row['doc_id']} is in it twice{why}")
         metrics, doc = row.get("metrics"), row.get("doc")
         named = metrics if isinstance(metrics, list) else [name for name in row if name not in OWN]
-        values = {str(name): row[name] for name in named if name in row and name not in OWN}
+        values = {name: row[name] for name in map(str, named) if name in row and name not in OWN}
         mine[key] = Answer(values, row.get("prompt_hash"), doc.get(cluster) if isinstance(doc, dict) else None)
     return made
 
@@ -204,11 +213,11 @@ def _way(logged: Sequence[Logged], metric: str, chosen: str) -> tuple[str | None
     flat = [value for some in values for value in some]
     if any(isinstance(value, float) and not math.isfinite(value) for value in flat):
         return None, "some values are not finite"
-    if not all(isinstance(number, int | float) for number in found):
-        shares = all(isinstance(value, int | float) and 0 <= value <= 1 for value in flat)
-        return ("mean", "") if shares else (None, "lm-eval's results are not next to the samples of every run")
-    for way in AGGREGATIONS:
-        if all(_adds_up(some, way, float(number)) for some, number in zip(values, found, strict=True)):  # type: ignore[arg-type]
+    known = [(some, n) for some, n in zip(values, found, strict=True) if isinstance(n, int | float)]
+    if len(known) < len(found) and not all(isinstance(value, int | float) and 0 <= value <= 1 for value in flat):
+        return None, "lm-eval's results are not next to the samples of every run"
+    for way in AGGREGATIONS if len(known) == len(found) else AGGREGATIONS[:1]:
+        if all(_adds_up(some, way, float(number)) for some, number in known):
             return way, ""
     return None, "it is no mean over questions"
 

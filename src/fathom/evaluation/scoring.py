@@ -374,6 +374,8 @@ def _task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> Ta
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
             checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
+            if checkpoint.cache is not None:
+                checkpoint.cache.try_on(model)
         with nullcontext() if checkpoint.cache is None else checkpoint.cache.throughout(model):
             return run_task(checkpoint.lm, name, asked, data, settings.include)
 

@@ -76,8 +76,8 @@ class Policy:
 
     @contextmanager
     def throughout(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within the block, every input that the model reads goes through an empty cache of this policy."""
-        self.try_on(model)
+        """Within the block, every input that the model reads goes through an empty cache of this policy; `try_on`
+        says beforehand what does not fit."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
             with compressed(model, **vars(self)):
