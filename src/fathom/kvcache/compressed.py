@@ -72,6 +72,8 @@ def compressed(
         options: Options of the method; with `window` also `kept`, the entries that stay beside the sinks.
     """
     made, quantized = found(method, quantized)
+    if window is None and "kept" in options:
+        raise ValueError("kept is the entries that stay in a window: give window too")
     if window is not None and while_decoding:
         raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
     ratio, sinks = made.own_ratio if ratio is None else ratio, made.own_sinks if sinks is None else sinks

@@ -143,7 +143,9 @@ class PacedPress(Press, Paced):
     def __init__(self, schedule: Schedule, rope: Rope, prompt: int | None = None, first: Method | None = None) -> None:
         super().__init__(schedule, rope)
         if prompt is None:
-            raise ValueError(f"{self.name} counts the tokens after a prompt: use compressed(model, press(…))")
+            raise ValueError(
+                f"{self.name} counts the tokens after a prompt: use compressed(model, press(…)), no window"
+            )
         self.prompt, self.first = prompt, first
 
     @classmethod
@@ -179,6 +181,8 @@ def press(scorer: object) -> type[Press]:
         scorer: A `ScorerPress` of kvpress 0.5, one of these three around it, or any object with `score` and
             `compression_ratio`.
     """
+    if isinstance(scorer, type):
+        raise ValueError(f"{scorer.__name__} is a class: make a press of it, {scorer.__name__}(…)")
     name = type(scorer).__name__
     given: dict[str, Any] = vars(scorer) if hasattr(scorer, "__dict__") else {}
     if name == "PrefillDecodingPress":
@@ -214,6 +218,12 @@ def paced(name: str, decoding: Any, prefilling: Any) -> type[PacedPress]:
     if decoding is None:
         raise ValueError(f"{name} without decoding_press compresses prompts only: give press its prefilling_press")
     ratio_of(decoding.base_press)
+    for key in ("compression_interval", "target_size", "hidden_states_buffer_size"):
+        value, least = getattr(decoding, key), int(key != "hidden_states_buffer_size")
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}: {key}={value!r}: wanted a whole number, {least} or more")
+    if type(prefilling).__name__ in ("DecodingPress", "PrefillDecodingPress"):
+        raise ValueError(f"{name}: prefilling_press compresses prompts, and {type(prefilling).__name__} does not")
     whole = prefilling is None or getattr(prefilling, "compression_ratio", None) == 0
     own = {
         "scorer": decoding.base_press,
