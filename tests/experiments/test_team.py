@@ -39,8 +39,7 @@ def ladder() -> Ladder:
 def bare(out: Path) -> dict[str, Any]:
     """The report without what it says of the moment it was written."""
     report = json.loads((out / "report.json").read_text(encoding="utf-8"))
-    if report["prediction"] is not None:
-        del report["prediction"]["sha256"]
+    assert report["prediction"] is None, "two sizes are too few for one"
     return {key: value for key, value in report.items() if key not in OF_THE_RUN}
 
 

@@ -29,6 +29,9 @@ def shapes() -> list[Any]:
     ]
 
 
+FIRST = {"recurrence": "loop", "recurrence_options": {"trips": 2, "kv": "first"}}
+
+
 def backends(name: str) -> tuple[str, ...]:
     """Those that a family's class has."""
     return ("eager",) if name in EAGER else ("eager", "sdpa")
@@ -61,16 +64,15 @@ def test_odd_shape(name, seed):
     plain = ours_of(theirs)
     stateful = len(plain.config.keyed_layers) < plain.config.num_hidden_layers
     if seed and not stateful:
-        require_decoded(ours_of(theirs, recurrence="loop", recurrence_options={"trips": 2, "kv": "first"}), changes)
-        if "chunked_attention" not in plain.config.layer_types:
-            native = plain.config.native
-            if native.get("attn_temperature_tuning") and 0 in native["no_rope_layers"]:
-                with pytest.raises(
-                    ValueError, match="attn_temperature_tuning scales queries by the length of the cache"
-                ):
-                    ours_of(theirs, **PONDER)
+        native, chunked = plain.config.native, "chunked_attention" in plain.config.layer_types
+        scaled = native.get("attn_temperature_tuning") and 0 in native["no_rope_layers"]
+        for mechanism in (FIRST, *(() if chunked else (PONDER,))):
+            if scaled:
+                with pytest.raises(ValueError, match="scales queries by the length of the cache"):
+                    ours_of(theirs, **mechanism)
             else:
-                require_decoded(steady(ours_of(theirs, **PONDER)), changes)
+                made = ours_of(theirs, **mechanism)
+                require_decoded(made if mechanism is FIRST else steady(made), changes)
     if len(plain.config.keyed_layers) >= 3 and len(heads(plain)) == 1:
         require_mixed(plain, ours_of(theirs, **MIXER), changes)
         require_decoded(ours_of(theirs, **MIXER, **LOOP), changes)
