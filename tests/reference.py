@@ -16,7 +16,6 @@ from fathom.cli.parser import Parser
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.experiments.catalogue import mechanism_rows
 from fathom.experiments.rules import Rules
-from fathom.kvcache import METHODS
 from fathom.models.registry import ALL
 from fathom.recipe import describe as recipe_keys
 from fathom.recipe import load_recipe
@@ -50,7 +49,7 @@ def named(action: argparse.Action) -> str:
 
 
 SHARED_BY = 3
-"""An option that as many mechanisms have alike is written once; one of commands from two on."""
+"""An option that as many mechanisms have alike is written in the reference; of two, the first page has it."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
@@ -87,17 +86,28 @@ def commands() -> str:
     lines += ["", "## Options of several commands", "", *listed(shared), ""]
     for heading, summary, rows in found:
         own = [row for row in rows if row not in shared]
-        also = ", ".join(f"`{name.strip('`').split()[0]}`" for name, _ in (row for row in rows if row in shared))
+        also = ", ".join(runs([shared.index(row) for row in rows if row in shared], shared))
         lines += [heading, "", summary, ""]
         lines += [*listed(own), ""] if own else []
         lines += [f"Also: {also}.", ""] if also else []
     return "\n".join(lines).rstrip() + "\n"
 
 
+def runs(places: list[int], shared: list[tuple[str, str]]) -> Iterator[str]:
+    """The names at some places of the list above; four or more that follow one another are named by their ends."""
+    left = sorted(places)
+    while left:
+        count = next(n for n in range(1, len(left) + 1) if n == len(left) or left[n] != left[0] + n)
+        names = [f"`{shared[place][0].strip('`').split()[0]}`" for place in left[:count]]
+        yield from names if count < 4 else [f"{names[0]} to {names[-1]}"]
+        left = left[count:]
+
+
 def keys() -> str:
     """All keys of recipes, and the options that several mechanisms have."""
     lines = ["A key is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
-    lines += ["`fathom train --keys` prints the first table.", ""]
+    lines += ["What a value may be stands in brackets where the default and the text do not show it."]
+    lines += ["`kvcache.method` is one of the [cache methods](../how-to/kvcache.md#choose-a-method).", ""]
     sections = (
         ("Recipes", recipe_keys()),
         ("Ladders", list(describe(Rules, "ladder."))),
@@ -124,7 +134,6 @@ def keys() -> str:
         for name, default, text in rows
     ]
     lines += [*listed(rest), ""] if rest else []
-    lines += ["## Cache methods", "", "A compression leaves:", "", *listed(caches()), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -148,9 +157,11 @@ def options() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def _key(key: str, allowed: str, default: str, text: str) -> tuple[str, str]:
-    """A key with its default, and its meaning after what is allowed."""
+    """A key with its default and its meaning; what is allowed stands before it unless the two show it."""
     kinds = re.sub(r"\b(an? |one of )", "", allowed).replace(" or null", "")
-    return f"`{key}` = `{default}`" if default else f"`{key}`", f"({kinds}) {text}"
+    plain = re.match(r"true|number|integer|text|mapping|list of (?!names, of )", kinds)
+    shown = default not in ("", "null", "[]", "{}") if plain else all(one in text for one in kinds.split(", "))
+    return f"`{key}` = `{default}`" if default else f"`{key}`", text if shown else f"({kinds}) {text}"
 
 
 def common() -> list[tuple[str, str, str]]:
@@ -167,10 +178,16 @@ def common() -> list[tuple[str, str, str]]:
 
 
 def own_options(mechanism: str) -> str:
-    """The options of one mechanism, and the names of those that it shares."""
+    """The options of one mechanism, and the names of those that it shares with many, or with the page of one before."""
     shared = {(name, text): default for name, default, text in common()}
-    rows = options()[mechanism]
-    own = [(f"`{name}` = `{default}`", text) for name, default, text in rows if (name, text) not in shared]
+    rows, before = options()[mechanism], {}
+    for other in reversed([*MECHANISM_PAGES][: [*MECHANISM_PAGES].index(mechanism)]):
+        before |= {row: other for row in options()[other] if row[0] != "trips"}
+    own = [
+        (f"`{name}` = `{default}`", text)
+        for name, default, text in rows
+        if (name, text) not in shared and (name, default, text) not in before
+    ]
     also = [
         f"`{name}`" if shared[name, text] == default else f"`{name}` (`{default}`)"
         for name, default, text in rows
@@ -178,6 +195,9 @@ def own_options(mechanism: str) -> str:
     ]
     lines = [*listed(own)] if own else []
     lines += ["", f"Also: {', '.join(also)} ([meaning](../reference/keys.md#mechanisms))."] if also else []
+    for other in dict.fromkeys(before[row] for row in rows if row in before and (row[0], row[2]) not in shared):
+        alike = (f"`{row[0]}`" for row in rows if before.get(row) == other and (row[0], row[2]) not in shared)
+        lines += ["", f"As in [`{other}`]({Path(MECHANISM_PAGES[other]).name}): {', '.join(alike)}."]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -198,11 +218,3 @@ def costs() -> str:
     ]
     heads = ("mechanism", "parameters", "FLOPs", "of 2N", "cache bytes", "state bytes", "bytes moved")
     return "\n".join(table(heads, rows)) + "\n"
-
-
-def caches() -> Iterator[tuple[str, str]]:
-    """Fathom's methods of `kvcache.method`, and the first sentence about each; other tests may have added theirs."""
-    for name, method in METHODS.items():
-        kind = method if isinstance(method, type) else type(method)
-        if kind.__module__.startswith("fathom."):
-            yield f"`{name}`", (kind.__doc__ or "").partition("\n")[0]

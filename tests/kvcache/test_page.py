@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
+from fathom.kvcache import METHODS
 from fathom.kvcache.rope import Rope, refuse
 
 from .cases import MODELS
@@ -30,6 +31,12 @@ def listed() -> str:
 
 def test_the_page_names_what_the_oracle_is_compared_with():
     assert LISTED.search(PAGE.read_text())[0] == listed()
+
+
+def test_the_page_has_every_method():
+    text = PAGE.read_text()
+    ours = {name for name, method in METHODS.items() if method.__module__.startswith("fathom.")}
+    assert len(ours) > 10 and {name for name in ours if f"`{name}`" not in text} == set()
 
 
 @pytest.mark.slow
