@@ -73,7 +73,7 @@ FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
 # Mechanisms that a page writes as a file of the package.
-WRITTEN = {"CONTRIBUTING": "neighbour_mean", "recurrence": "settle"}
+WRITTEN = {"CONTRIBUTING": "neighbour_mean"}
 STANDS_FOR_ANY = "NAME"
 
 TEXT = "the depth of a river is measured with rope and lead or with sound in fathoms and in feet"
@@ -817,14 +817,13 @@ def test_errors_are_those_of_the_code(tmp_path: Path) -> None:
 # A mechanism in two files.
 
 
-def as_module(mechanism: str, source: str, page: Path) -> dict:
-    """What a file of that name among the recurrences would define."""
+def as_module(mechanism: str, source: str, page: Path) -> None:
+    """What a file of that name among the recurrences would define is defined."""
     module = ModuleType(f"fathom.models.recurrences.{mechanism}")
     module.__package__ = "fathom.models.recurrences"
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, module.__name__, module)
         exec(compile(source, str(page), "exec"), vars(module))
-    return vars(module)
 
 
 def typed(source: str, where: Path) -> str:
@@ -853,10 +852,7 @@ def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.slow
 def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """In ragged batches, with padding on the left, and each token as deep as it needs."""
-    (block,) = (item.text for item in items(DOCS / "explanation" / "recurrence.md") if item.kind == "python")
-    monkeypatch.setitem(
-        MECHANISMS, "settle", as_module("settle", block, DOCS / "explanation" / "recurrence.md")["SETTLE"]
-    )
+    monkeypatch.setitem(MECHANISMS, "settle", runpy.run_path(str(ROOT / "examples" / "settle.py"))["SETTLE"])
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "initializer_range": 0.3}
