@@ -244,7 +244,7 @@ TASKS = {
     "AutoModelForCausalLM": "text-generation",
     "AutoModel": "feature-extraction",
 }
-"""By Auto class: the Hub's name of its task, the `pipeline_tag` of the model card."""
+"""The Hub's name of each Auto class's task, the `pipeline_tag` of the model card."""
 CARD_TEXT = """\
 ---
 library_name: transformers

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fathom.errors import SettingsError
 
 WEIGHTS = ("stored", "int8")
-"""What `--weights` allows."""
+"""The values of `--weights`."""
 LEAST = 64
 """Fewest outputs and inputs of a layer that is stored in eight bits; gates and the like keep their weights."""
 LARGEST = 127

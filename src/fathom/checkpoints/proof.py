@@ -48,7 +48,7 @@ BROKEN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
     *(ValueError, StrictDataclassError),
 )
-"""What a class of transformers raises for a value that it cannot use."""
+"""The errors that a class of transformers raises for a value that it cannot use."""
 LEFT_OUT = ("quantization_config",)
 """Keys that describe stored weights only."""
 

@@ -44,7 +44,7 @@ class Small:
     tokens: int
     """The length of a text that crosses the window and the original context."""
     crossed: tuple[str, ...]
-    """What the text crosses, in words."""
+    """The bounds that the text crosses, in words."""
 
 
 def shrink(config: Values) -> Small:

@@ -19,7 +19,7 @@ from fathom.checkpoints.origin import Origin, parse_json, read_json, safe_name
 from fathom.errors import ModelError
 
 Array: TypeAlias = np.ndarray
-"""Of any shape and any type of number."""
+"""An array of any shape and any type of number."""
 Ranges = Sequence[tuple[int, int]]
 
 HEADER_LIMIT = 100_000_000  # the format's own limit

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 PROBE = "To fathom is to measure a depth, 6 feet at a time."
-"""What a tokenizer reads when it is opened."""
+"""The text that a tokenizer reads when it is opened."""
 
 
 def open_tokenizer(

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fathom.training import TrainResult
 
 TEXT = "TEXT"
-"""What stands in a printed command for the reader's own text."""
+"""The placeholder for the reader's own text in a printed command."""
 
 
 def following(*commands: str) -> str:

@@ -60,7 +60,7 @@ def run(options: Namespace) -> int:
 
 
 def _of_ours() -> list[dict[str, Any]]:
-    """What is listed of every mechanism, read from the sources: importing them would load torch."""
+    """Name, axis and summary of every mechanism, read from the sources: importing them would load torch."""
     try:
         return list(_in_sources())
     except (ValueError, KeyError):  # an argument is not a literal
@@ -80,7 +80,7 @@ def _in_sources() -> Iterator[dict[str, Any]]:
 
 
 def _of_other_packages() -> list[dict[str, Any]]:
-    """The same for all mechanisms if installed packages register their own, which are imported."""
+    """The rows of all mechanisms if installed packages register their own, which are imported."""
     from fathom.models.registry import known
 
     return [
@@ -93,7 +93,7 @@ def _of_other_packages() -> list[dict[str, Any]]:
 
 
 def _show_costs(name: str, as_json: bool) -> int:
-    """What each mechanism adds to the model of a directory, a recipe file or a named recipe."""
+    """Print what each mechanism adds to the model of a directory, a recipe file or a named recipe."""
     from rich.console import Console
 
     from fathom.checkpoints.runs import read_config

@@ -77,7 +77,7 @@ class Mode(NamedTuple):
 
     flag: str
     why: str
-    """What the command does, after the words "with FLAG, which"."""
+    """The command's purpose, to follow the words "with FLAG, which"."""
     refuses: tuple[str, ...]
 
 
@@ -162,7 +162,7 @@ class Parser(argparse.ArgumentParser):
                 yield action
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> object:
-        """As in argparse, but an empty argument, for instance from an unset shell variable, is an error."""
+        """Get values like argparse, but an empty argument, for instance from an unset shell variable, is an error."""
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             self.error(f"argument {name}: empty")

@@ -27,7 +27,7 @@ class Wrapped:
             self._write(done)
 
     def _taken(self, letter: str) -> str:
-        """What may be written once this letter has come."""
+        """The words that may be written once this letter has come."""
         if letter == "\n":
             done = self._flushed() + "\n"
             self._column, self._blank = 0, ""

@@ -118,7 +118,7 @@ def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list
     """Each message as the template writes it: unchanged, or stripped of blanks at its ends."""
     found, place = [], len(around[0])
     if not said.startswith(around[0]):
-        raise DataError("the template says otherwise what surrounds the messages")
+        raise DataError("the template's text around the messages depends on what they say")
     for number, (content, after) in enumerate(zip(messages, around[1:], strict=True)):
         last = number == len(messages) - 1
         for one in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):

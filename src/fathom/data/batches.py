@@ -33,7 +33,7 @@ class Batch:
     input_ids: Tensor
     """Token ids, int64 [rows, T]."""
     labels: Tensor
-    """The same ids, or -100 for tokens without a loss."""
+    """`input_ids`, or -100 for tokens without a loss."""
     position_ids: Tensor | None
     """Positions that restart with each document, with `packing="documents"`; else None."""
     num_targets: int

@@ -20,7 +20,7 @@ from fathom.errors import DataError, to_install
 
 URL = re.compile(r"(?!file:)[A-Za-z][A-Za-z0-9+.-]+://")
 STAMPS = ("ETag", "etag", "md5Hash", "crc32c", "sha256", "checksum", "LastModified", "updated", "mtime", "created")
-"""What a store says of a file's contents or their time; the first that it has is taken."""
+"""Fields in which a store identifies a file's contents or their time; the first that it has is taken."""
 WEB = ("http:", "https:")
 """Addresses of single files, in which ? begins a query."""
 COPIED = ".input"

@@ -64,7 +64,7 @@ class Shard:
 
 
 Shards = dict[str, list[Shard]]
-"""By domain, in order."""
+"""The shards by domain, in order."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import RowGroupMetaData
 
 FileFormat = Literal["auto", "text", "jsonl", "csv", "tsv", "parquet"]
-"""By its extension, as text, or by a name in `READERS`."""
+"""The format: by its extension, as text, or by a name in `READERS`."""
 Undecodable = Literal["error", "replace", "skip"]
 Oversize = Literal["error", "skip"]
 Kind = Literal["files", "text", "lines", "rows", "hub"]
@@ -89,7 +89,7 @@ class SourceText(NamedTuple):
     size: int
     """Its length in UTF-8."""
     cluster: str | None = None
-    """What its record's `cluster` names: texts of one cluster, such as pieces of a document, depend on one another."""
+    """The record's `cluster`: texts of one cluster, such as pieces of a document, depend on one another."""
 
 
 Row: TypeAlias = Mapping[str, object]

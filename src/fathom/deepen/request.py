@@ -24,7 +24,7 @@ class Request:
 
     parts: tuple[Mechanism, ...]
     options: dict[str, dict[str, object]] = field(default_factory=dict)
-    """By mechanism's name, only the options that were given."""
+    """The options that were given, by the mechanism's name."""
     layers: tuple[int, int] | None = None
     """First and last layer of a loop; None for all."""
 

@@ -237,11 +237,11 @@ class Taps:
     value: dict[int, Tensor] = field(default_factory=dict)
     value_leaf: dict[int, Tensor] = field(default_factory=dict)
     update: dict[int, list[Tensor]] = field(default_factory=dict)
-    """By layer: what its sub-layers add."""
+    """The updates of each layer's sub-layers."""
     stream: list[Tensor] = field(default_factory=list)
     """The embeddings, then the stream after each layer."""
     stream_leaf: list[Tensor] = field(default_factory=list)
-    """By layer, at its end."""
+    """The leaf at the end of each layer."""
     update_leaf: dict[int, list[Tensor]] = field(default_factory=dict)
 
 

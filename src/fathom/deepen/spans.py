@@ -112,7 +112,7 @@ class Ranked:
     gap: Difference
     """Nats per token: the loop's loss minus the base model's, paired by document."""
     again: Difference | None = None
-    """The same on the other documents, if it was among the best."""
+    """The same difference on the other documents, if it was among the best."""
 
     def to_dict(self) -> dict[str, object]:
         """Plain values."""

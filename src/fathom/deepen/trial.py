@@ -66,7 +66,7 @@ class Spent:
 
     seconds: float = 0.0
     processor_seconds: float = 0.0
-    """Of all threads and worker processes."""
+    """Seconds of all threads and worker processes."""
 
 
 @dataclass
@@ -197,7 +197,7 @@ def _prepare(trial: Trial, out: Path) -> object:
 
 
 def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
-    """The same recipe for both: no teacher, since a trial has minutes."""
+    """Train with one recipe for both: no teacher, since a trial has minutes."""
     small = [
         f"data.directory={out / 'data'}",
         f"data.sequence_length={trial.tokens}",

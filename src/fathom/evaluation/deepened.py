@@ -135,7 +135,7 @@ def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
 
 
 def _judged(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
-    """What is judged: every text alone, and every task."""
+    """The scores that are judged: every text alone, and every task."""
     found = checkpoint.scored().items()
     return {key: items for key, items in found if key[0] != WHOLE and key[1].split(",")[0] in JUDGED}
 

@@ -40,7 +40,7 @@ class Items:
     weights: Sequence[float] | None = None
     """Weights; 1 each if not given."""
     clusters: Sequence[object] | None = None
-    """What each item belongs to: those of one cluster are no independent draws. An item of None is one by itself."""
+    """The cluster of each item: those of one cluster are no independent draws. An item of None is one by itself."""
     log: bool = False
     """The score is exp(Σa/Σw), a perplexity: its differences are shown as ratios."""
 

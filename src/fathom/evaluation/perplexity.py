@@ -45,7 +45,7 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 SORTED_AT_ONCE = 512
 """Windows that are sorted by length before they are put into batches."""
 WHOLE = "A text file is one document; `fathom prepare` divides one, and its directory is an input"
-"""What to do where documents are too few."""
+"""Advice for too few documents."""
 
 
 class Passage(NamedTuple):
@@ -65,7 +65,7 @@ class Domain:
     name: str
     documents: list[Passage]
     tokenizer_file: Path | None = None
-    """Of the tokens in `documents`."""
+    """The file of the tokenizer that made the tokens in `documents`."""
 
 
 class Window(NamedTuple):
@@ -107,7 +107,7 @@ class DomainScore:
     trips: float = 0.0
     """Sum of the iterations of all predicting tokens; 0 for a model that is not Fathom's."""
     clusters: list[str | None] | None = None
-    """What each document belongs to; None if no document names anything."""
+    """The cluster of each document; None if no document names anything."""
 
     @property
     def loss(self) -> float:

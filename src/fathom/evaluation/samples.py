@@ -36,10 +36,10 @@ Question: TypeAlias = tuple[object, object]
 
 @dataclass(frozen=True)
 class Answer:
-    """What is kept of a question's row, whose texts may be long."""
+    """The part of a question's row that is kept, whose texts may be long."""
 
     values: Mapping[str, Any]
-    """By metric."""
+    """Values by metric."""
     prompt: object
     cluster: object
 
@@ -54,7 +54,7 @@ class Logged:
 
 @dataclass
 class SamplesReport:
-    """What `fathom evaluate samples --json` prints."""
+    """The report that `fathom evaluate samples --json` prints."""
 
     fathom: str
     runs: dict[str, str]
@@ -64,7 +64,7 @@ class SamplesReport:
 
 
 Tasks: TypeAlias = dict[tuple[str, str], Logged]
-"""By task and filter."""
+"""Answers by task and filter."""
 
 
 def compare_samples(folders: Sequence[str | Path], cluster: str = CLUSTER) -> SamplesReport:

@@ -470,7 +470,7 @@ def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
 
 
 def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
-    """By text: its score and, for models that read in rounds, the gap to decoding."""
+    """The score of each text and, for models that read in rounds, the gap to decoding."""
     found = {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()}
     gaps = {name: gap_of([sample]) for name, sample in checkpoint.samples.items()}
     if WHOLE in found and checkpoint.samples:
@@ -482,7 +482,7 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
 
 
 def _by_trips(report: ScoresReport) -> Table:
-    """By recurrent model and text: the loss, the iterations, and the gap to decoding."""
+    """The loss of each recurrent model and text, the iterations, and the gap to decoding."""
     lines, solved = [], False
     for name, text, score in report.texts():
         if score.trips_per_token is None:

@@ -314,7 +314,7 @@ def _runs(report: ComparisonReport) -> Markup:
 
 
 def _method(report: ComparisonReport) -> list[str]:
-    """What is equal in all arms, and what the numbers mean."""
+    """Sentences on what is equal in all arms, and what the numbers mean."""
     equal = {
         "tokens": "All arms trained on the same number of tokens.",
         "trips": "All arms have the control's tokens times iterations, as counted in training (with Jacobi rounds and "

@@ -197,7 +197,7 @@ class Measurement:
     """`measured/ARM.json`."""
 
     recipes: tuple[dict[str, object], dict[str, object]]
-    """Of the arm and of the control."""
+    """The recipes of the arm and of the control."""
     measured: Measured
 
 

@@ -411,7 +411,7 @@ def _diverged(report: LadderReport) -> Markup:
 
 
 def _method(report: LadderReport) -> list[str]:
-    """What is equal in all arms, and what the numbers mean."""
+    """Sentences on what is equal in all arms, and what the numbers mean."""
     rules = report.plan.rules
     lines = [
         "The multiplier M is the compute that the control, scaled along this ladder's own path, would need to reach "

@@ -139,7 +139,7 @@ class ArmRow:
 
     @property
     def top(self) -> Multiplier:
-        """M at the last rung, of an arm that has one."""
+        """The multiplier at the last rung of an arm that has one."""
         return next(row for row in reversed(self.multiplier) if row.kind == "rung")
 
 
@@ -187,7 +187,7 @@ class Prediction:
     seeds: list[int]
     """Seeds of the rungs before, at that time."""
     sha256: str = ""
-    """Of all the above, once it is sealed."""
+    """The digest of all the above, once it is sealed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,7 +281,7 @@ class PuzzleShares:
 
     accuracy: list[float]
     curves: list[list[tuple[float, float]]]
-    """Of every run: training FLOPs and accuracy, as it was evaluated."""
+    """Training FLOPs and accuracy of every run at every evaluation."""
     median: float | None
     solved: int
     low: float

@@ -384,7 +384,7 @@ def _stale(state: State, sealed: Prediction) -> bool:
 
 
 def _rung_and_seed(path: str) -> tuple[int, int]:
-    """Of `rungs/1/arms/ARM/seed-0/result.json`."""
+    """The rung and seed in `rungs/1/arms/ARM/seed-0/result.json`."""
     parts = Path(path).parts
     return int(parts[1]), int(parts[4].removeprefix("seed-"))
 

@@ -162,9 +162,9 @@ class PlannedArm:
     steps: int
     runs: int
     flops: float
-    """Of training, all runs."""
+    """Training FLOPs of all runs."""
     inference_flops: float
-    """Of a token, if no token halts."""
+    """FLOPs of a token, if no token halts."""
     days: float
     """On one device."""
 

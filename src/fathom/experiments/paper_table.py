@@ -49,7 +49,7 @@ class TableRow:
     tasks: dict[str, float]
     """Accuracy by task."""
     published: dict[str, float | None]
-    """By column."""
+    """The published value of each column."""
 
 
 @dataclass(frozen=True)

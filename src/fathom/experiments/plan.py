@@ -94,7 +94,7 @@ class Plan:
         return [*self.runs(out, alone), *timed]
 
     def written(self) -> PlanValues:
-        """What `plan.json` holds."""
+        """The content of `plan.json`."""
         return PlanValues(self.arms, self.seeds, self.equal, self.pairs, self.recipe.to_dict(), self.contrasts)
 
     @classmethod

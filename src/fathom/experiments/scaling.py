@@ -264,7 +264,7 @@ class _Fit:
     """The linear model at every point of scales and floors."""
 
     mean: Floats
-    """Of (c, α, u, w): [4, S, F]."""
+    """The posterior means of (c, α, u, w): [4, S, F]."""
     root: Floats
     """R with RᵀR the posterior's precision: [4, 4, S, F]."""
     log_weight: Floats

@@ -45,7 +45,7 @@ LOGS = "logs"
 """In a directory whose workers a scheduler starts: its logs."""
 
 Job = Callable[[Path], bool]
-"""What a process does in a directory until no task is left, importable by name; False if a signal came."""
+"""The work of a process in a directory until no task is left, importable by name; False if a signal came."""
 
 
 @dataclass(frozen=True)
@@ -287,7 +287,7 @@ def _scheduled(job: Job, out: Path, team: Team) -> tuple[Executor, Callable[[obj
 
 
 def take_part(job: Job, directory: str, threads: int, data: object, number: int, world_size: int) -> None:
-    """What a scheduler's process does: the work of the directory, until its parent ends."""
+    """Do the work of the directory in a scheduler's process, until its parent ends."""
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(threads)
     if not job(Path(directory)):

@@ -193,7 +193,7 @@ def _message(text: Text) -> dict[str, object]:
 
 
 def _delta(text: Text, new: str) -> dict[str, object]:
-    """What a piece of text adds to its message."""
+    """The fields that a piece of text adds to its message."""
     if text.reader is None:
         return {"content": new} if new else {}
     heard = text.reader.hear(new, last=text.finish is not None)

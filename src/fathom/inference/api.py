@@ -43,10 +43,10 @@ HALF = "a text holds half of a surrogate pair, which is no character"
 STOP, SALT = 1024, 256
 """Most characters of a stop string, at each token compared with the end of the text; and of `cache_salt`."""
 NO_LIMIT = -1
-"""As `top_k`: draw from all tokens."""
+"""The `top_k` that draws from all tokens."""
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 FieldRules = dict[str, tuple[bool, str]]
-"""By field: whether what it says is allowed, and what is."""
+"""Whether a field's value is allowed, and which values are, by field."""
 
 
 class ApiError(HTTPException):
@@ -122,7 +122,7 @@ class Message(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    """What an earlier answer thought, for templates that write it."""
+    """The reasoning of an earlier answer, for templates that write it."""
 
     @field_validator("content", mode="before")
     @classmethod
@@ -450,7 +450,7 @@ class PlaceBody(Strict):
     """`POST /lens/place`."""
 
     tokens: Annotated[list[int], Field(fail_fast=True)]
-    """What stands before the place."""
+    """The tokens before the place."""
     said: int
     """The token that was said there."""
     max_trips: int | None = Field(None, ge=1)

@@ -18,14 +18,14 @@ from fathom.inference.api_structure import Strict
 
 LOGPROBS = "message.output_text.logprobs"
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
-"""By type of a part of a message: where its text stands."""
+"""The field with the text of a message's part, by the part's type."""
 NAMED = {
     "messages": "input",
     "response_format": "text",
     "reasoning_effort": "reasoning",
     "max_tokens": "max_output_tokens",
 }
-"""By field of a chat: the field here."""
+"""The field here, by the field of a chat."""
 STATELESS = "this server stores no answers; send the whole conversation as input"
 
 

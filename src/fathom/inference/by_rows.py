@@ -67,7 +67,7 @@ def _attend(
 
 
 _LAST = threading.local()
-"""Of each thread, the mask of the last call, which all layers share, and what was found in it."""
+"""The mask of each thread's last call, which all layers share, and what was found in it."""
 
 
 def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
@@ -82,7 +82,7 @@ def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
 
 
 def _seen_by(mask: Tensor) -> Seen:
-    """What one sequence sees, from its mask `[1, 1, T, N]`."""
+    """The keys that one sequence sees, from its mask `[1, 1, T, N]`."""
     visible = mask if mask.dtype == torch.bool else mask > DEAD / 2
     seen = visible.flatten(0, 2).any(0).nonzero()[:, 0]
     end = int(seen[-1]) + 1 if len(seen) else 1

@@ -32,7 +32,7 @@ class Reader:
 
     tokenizer: Tokenizer
     names: dict[str, str]
-    """By the name in the tokenizer that was copied."""
+    """Names of the copies, by those in the tokenizer that was copied."""
     special: re.Pattern[str]
     """Any of the names that were copied."""
 

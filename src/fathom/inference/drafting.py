@@ -58,7 +58,7 @@ class Fortune:
     """How one kind of drafts fares in one text."""
 
     share: float = HOPE
-    """Of guesses, those that were right lately."""
+    """The share of guesses that were right lately."""
     count: int = FIRST
     """Guesses to make."""
     pause: int = PAUSE
@@ -102,9 +102,9 @@ class Plan:
 
     kind: str
     drafts: Sequence[Sequence[int]] = ()
-    """Of each text, by lookup."""
+    """The drafts of each text, by lookup."""
     size: int = 1
-    """What the seconds of the step depend on."""
+    """The size of the step, on which its seconds depend."""
 
 
 class Drafting:

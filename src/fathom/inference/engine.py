@@ -61,7 +61,7 @@ FULL = 1 - 1e-6
 ROWS = 64
 """Most rows that generate at a time."""
 OTHERS = 8
-"""Of these, rows that the second and later texts of a request leave to others; of memory, they leave a row."""
+"""The rows of `ROWS` that the second and later texts of a request leave to others; of memory, they leave a row."""
 WAITING = 256
 """Most jobs that wait, so the most that a request may be. One of a single text only counts the first of each request:
 the further texts of others do not keep it out."""
@@ -71,7 +71,7 @@ COUNTED = (
     *("prompt_tokens", "tokens", "steps", "finished", "cancelled", "failed", "drafted", "accepted", "refused"),
     *("cached", "hits"),
 )
-"""What is counted."""
+"""The counters."""
 TIMED = "queue", "first", "between"
 """Times in seconds: from submission until the prompt is read, and to the first token, and between two tokens."""
 
@@ -141,7 +141,7 @@ class Job:
     """If another's prompt interrupted its own: the state of its batch, and the bytes of its copy."""
     drafts: Drafts = field(default_factory=Drafts)
     request: object = None
-    """What it shares with the other texts of its request."""
+    """The object that it shares with the other texts of its request."""
     further: bool = False
     """Whether it is not the first text of its request."""
 
@@ -595,7 +595,7 @@ class Engine:
         return logits
 
     def _found(self, job: Job) -> Found:
-        """What a job's prompt can reuse from the prefix cache."""
+        """The part of a job's prompt that the prefix cache holds."""
         lane = self.lanes.get(job.trips)
         if not self.prefixes.budget or job.score_prompt or job.tell_trips or (lane and not lane.batch.keeps_prefixes):
             return NOTHING
@@ -657,7 +657,7 @@ class Engine:
         drafting.learn(plan, jobs, kept, taken)
 
     def _drafting(self, trips: int | None, batch: LiveBatch) -> Drafting:
-        """What is known of drafts for a number of trips."""
+        """The statistics of drafts for a number of trips."""
         if trips not in self.drafting:
             self.drafting[trips] = Drafting(*[LOOKUP] * self.lookup, *[TRIPS] * isinstance(batch, DraftBatch))
         return self.drafting[trips]

@@ -21,7 +21,7 @@ from fathom.inference.packed import PackedLinear, available, pack, packable
 Timed = nn.Linear | Int8Linear | PackedLinear
 L = TypeVar("L", nn.Linear, Int8Linear)
 LAYOUTS = ("auto", "packed", "plain")
-"""What `--layout` allows."""
+"""The values of `--layout`."""
 ROWS = {"a token": 1, "eight sequences": 8, "a prompt": 64}
 """Numbers of rows that are timed."""
 SAMPLE = 1 << 26
@@ -43,7 +43,7 @@ class Layout:
     name: str
     """`packed`, `plain` or `int8`."""
     ratios: Mapping[str, float] = field(default_factory=dict)
-    """By number of rows: the measured time over that of plain float32; empty if nothing was measured."""
+    """The measured time over that of plain float32, by number of rows; empty if nothing was measured."""
 
     def __str__(self) -> str:
         """For the log."""

@@ -22,7 +22,7 @@ SAMPLED = 1024
 IRRELEVANT = {"compile"}
 """Settings that do not change the answers."""
 DIGESTS = {"model", "tokenizer", "generation_config"}
-"""What an error names without its value."""
+"""The settings that an error names without their values."""
 ABSENT = object()
 
 

@@ -22,13 +22,13 @@ COUNTERS = {
     "prefix_hits_total": ("hits", "Prompts whose beginning was in the prefix cache."),
     "prefix_tokens_total": ("cached", "Tokens of prompts that were found in the prefix cache."),
 }
-"""By metric: what the engine calls it, and its help."""
+"""The engine's name of each metric, and its help."""
 TIMES = {
     "first_token_seconds": ("first", "Seconds from a request's submission to its first token."),
     "inter_token_seconds": ("between", "Seconds between two tokens of a sequence."),
     "queue_seconds": ("queue", "Seconds from a request's submission until its prompt is read."),
 }
-"""By histogram: what the engine calls it, and its help."""
+"""The engine's name of each histogram, and its help."""
 
 
 def exposition(engine: Engine) -> str:

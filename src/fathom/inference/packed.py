@@ -17,7 +17,7 @@ MOST, BLOCK, GRAIN = 512, 64, 8
 """At most so many rows are one product. Of many, a multiple of BLOCK are one; the others are made up to a multiple of
 GRAIN, or to a power of two below it."""
 ALONE: tuple[object, ...] = "none", [], ""
-"""What oneDNN is to compute after the product: nothing."""
+"""The operation that oneDNN computes after the product: none."""
 
 
 class PackedLinear(nn.Module):

@@ -16,7 +16,7 @@ def rotary_kinds(model: PreTrainedModel) -> set[str]:
 
 
 def passes_the_context(model: PreTrainedModel) -> bool:
-    """Whether a sequence may run past the context until others of its batch end, without changing them.
+    """Whether a sequence of a batch may run past the context without changing the others, until these end.
 
     Learned positions have none there, and dynamic angles then change for all rows.
     """

@@ -27,7 +27,7 @@ BATCH = {"cpu": 8, "other": 32}
 Record = dict[str, Any]
 """A line of prompts: `prompt` or `messages`, and fields that the output repeats."""
 FIELDS = 'lines of {"prompt": "..."} or {"messages": [...]}'
-"""What a file of prompts holds, in errors."""
+"""The content of a file of prompts, for errors."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def _asked(record: Record) -> Any:
 
 
 def _fields(made: Generated | RequestError) -> Record:
-    """What is added to the line of a prompt."""
+    """The fields that are added to the line of a prompt."""
     if isinstance(made, RequestError):
         return {"error": str(made)}
     fields = {"completion": made.text, "tokens": made.tokens, "finish": made.finish}

@@ -20,7 +20,7 @@ LEAST, FIRST, READ = 16, 32, 512
 RECENT = 0.5
 """Weight of the last chunk in what is known of their time."""
 PATIENCE = 4
-"""By how many tokens others may overtake a prompt, for each token that it has left."""
+"""The tokens by which others may overtake a prompt, for each token that it has left."""
 SMALLER = 2
 """How many times shorter a prompt must be to interrupt another."""
 YIELDED = 2048

@@ -29,7 +29,7 @@ class Wanted:
     """The request field that it comes from."""
     grammar: str
     parts: Mapping[str, str] = field(default_factory=dict)
-    """By name: fields whose own grammar is a part of it, so that an error names its field."""
+    """The fields whose own grammar is a part of it, by name, so that an error names its field."""
     how: Notation | None = None
     """How calls are written, if calls are allowed."""
     tools: Sequence[str] = ()

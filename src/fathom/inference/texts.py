@@ -132,9 +132,9 @@ class Text:
     thoughts: Thoughts | None = None
     """Separates the text from thoughts, if the model marks them."""
     thought: str = ""
-    """What the model thought."""
+    """The model's reasoning."""
     new_thought: str = ""
-    """Of that, what was not sent yet."""
+    """The part of the reasoning that was not sent yet."""
     thinking: int = 0
     """Tokens of the thought."""
     scores: list[tuple[Scored, int]] = field(default_factory=list)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MARKS = ("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>")
-"""What stands before and behind thoughts, by the models that are known."""
+"""The marks before and behind thoughts, by the models that are known."""
 END = 8
 """Tokens at the end of a prompt in which its template may begin a thought."""
 
@@ -69,7 +69,7 @@ class Thoughts:
         return True
 
     def _thought(self, last: bool) -> str:
-        """As much as is known to be of the thought; blanks before the mark behind it are not."""
+        """The text that is known to belong to the thought; blanks before the mark behind it are not."""
         thought, found, behind = self._rest.partition(self.marks[1])
         if found:
             last_piece = self._first(thought.rstrip())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROBE = "probe_of_notation"
 Tools = Sequence[Mapping[str, Any]]
-"""As templates take them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""The tools as templates take them: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

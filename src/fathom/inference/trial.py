@@ -27,9 +27,9 @@ MEMORY = 1 << 27
 GUESSED = 256
 """Bytes of a compiled grammar for each byte of its text, where they cannot be measured."""
 NICE = 5
-"""By how much the helper process yields to the one that generates."""
+"""The niceness by which the helper process yields to the one that generates."""
 STOPPED = {int(signal.SIGPROF): f"compiling it takes more than {SECONDS:.0f} s"} if hasattr(signal, "SIGPROF") else {}
-"""By signal: why a fork that it ended refuses the grammar."""
+"""The reason for which a fork that a signal ended refuses the grammar, by signal."""
 
 
 class GrammarError(SettingsError):
@@ -51,7 +51,7 @@ class Tried:
     grammar: str
     """In Lark's notation."""
     bytes: int
-    """What its compilation added to the memory."""
+    """The memory that its compilation added."""
 
 
 def attempt(words: object, grammar: str, parts: Sequence[str] = ()) -> str:

@@ -20,7 +20,7 @@ HOMES = {
     **{name: name for name in ("depth_mix", "depth_pool", "norm_rotate_mix")},
     **dict.fromkeys(("rms_norm", "swiglu", "linear_cross_entropy"), "liger"),
 }
-"""By kernel: the file that holds a function of its name."""
+"""The file that holds the function of each kernel's name."""
 NAMES = tuple(HOMES)
 NEEDS = {
     "depth_mix": ("triton", "triton"),
@@ -28,7 +28,7 @@ NEEDS = {
     "norm_rotate_mix": ("triton", "triton"),
     "liger": ("liger_kernel", "liger-kernel"),
 }
-"""By file: the module that it imports, and the package to install for it."""
+"""The module that each file imports, and the package to install for it."""
 
 
 def use(names: Sequence[str], device: str | None = None) -> None:

@@ -23,7 +23,7 @@ nine sources do not fit its registers."""
 THREAD = 8
 """Numbers to a thread: with 16, the loads of 25 sources do not fit its registers."""
 PROGRAMS = 528
-"""Of a backward pass at most: each keeps a sum of the query's gradient. Four to a multiprocessor of an H200."""
+"""The most programs of a backward pass, each with a sum of the query's gradient: four a multiprocessor of an H200."""
 
 
 @triton.jit(do_not_specialize=["rows"])

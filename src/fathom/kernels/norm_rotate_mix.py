@@ -279,7 +279,7 @@ def norm_rotate_mix(
 def _laid_out(
     own: Sequence[Tensor], sources: Sequence[Tensor], norms: Sequence[Tensor], rotation: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """What both kernels read, token by token: query and key, keys of sources, all values, norms' weights, rotation."""
+    """The kernels' inputs, token by token: query and key, keys of sources, all values, norms' weights, rotation."""
     query, key, value = (x.contiguous() for x in own)
     values = (*map(by_token, sources[1::2]), value)
     return (query, key), tuple(map(by_token, sources[::2])), values, (*norms,), tuple(x.contiguous() for x in rotation)

@@ -95,7 +95,7 @@ class LensData:
     weights: list[Array]
     """One `[T, heads, len(sources)]` per visit; a dimension of size 1 applies to all."""
     layer_weights: list[list[float | None]] | None = None
-    """Of a residual with static weights (`denseformer`): one row per layer, its weights of the embeddings and of every
+    """The static weights of a residual (`denseformer`): one row per layer, its weights of the embeddings and of every
     layer's output; None is not read."""
 
     @property

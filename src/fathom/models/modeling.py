@@ -68,9 +68,9 @@ NORM_NAMES: Mapping[str, tuple[tuple[str | None, str | None], tuple[str | None, 
         ("post_attention_layernorm", "post_feedforward_layernorm"),
     ),
 }
-"""By placement: the norms before and after a layer's two sub-layers, under the names that transformers gives them."""
+"""The norms before and after a layer's two sub-layers by placement, under the names that transformers gives them."""
 Places = bool | int | Sequence[int]
-"""What `output_hidden_states` may be: all or none, one, or some of them."""
+"""The values of `output_hidden_states`: all or none, one, or some of them."""
 
 
 class Attention(CachedAttention):
@@ -500,7 +500,7 @@ class FathomModel(FathomPreTrainedModel):
         return self.host.config
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """What the first layer reads of tokens `[B, T]`."""
+        """The input of the first layer for tokens `[B, T]`."""
         return self._with_learned_positions(self._embed(input_ids, None), position_ids)
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ MODULES = {
     ".".join([__name__.split(".")[0], *path.relative_to(FOLDER.parent).with_suffix("").parts]): stem
     for stem, path in FILES.items()
 }
-"""By full name: the file of an export that holds the module."""
+"""The file of an export that holds a module, by the module's full name."""
 
 
 def add_mechanism(mechanism: Mechanism) -> None:

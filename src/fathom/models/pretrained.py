@@ -42,7 +42,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     """Whether a training pass was made before that."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """As in transformers, which skips a module without tensors of its own in code that is not transformers'. A
+        """Initialise like transformers, which skips a module without tensors of its own in code of others. A
         mechanism also initialises the parameters of its children: it is skipped only if all of them were loaded."""
         tensors = module.parameters() if isinstance(module, MechanismModule) else ()
         new = not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
@@ -63,8 +63,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """As in transformers; where logits are capped, only backends that can do it, `eager` unless another is asked
-        for."""
+        """Choose like transformers; where logits are capped, only backends that can do it, by default `eager`."""
         if self.config.attn_logit_softcapping is not None:
             attn_implementation = attn_implementation or "eager"
             if attn_implementation not in CAPPED:
@@ -74,7 +73,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _can_set_experts_implementation(self) -> bool:  # asked of models, not of classes
-        """As the family's own class."""
+        """Answer like the family's own class."""
         if not self.config.host:
             return bool(super()._can_set_experts_implementation())
         return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())

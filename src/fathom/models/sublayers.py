@@ -29,10 +29,10 @@ class Sublayers:
     after: tuple[str | None, str | None]
     """The norms of their outputs."""
     multiplier: float = 1.0
-    """By which both outputs are multiplied."""
+    """The factor by which both outputs are multiplied."""
     order: Order
     depth_mixer: ValueMixer | None
-    """What mixes the values of its tokens over depth; None if nothing can."""
+    """The mixer of its tokens' values over depth; None if nothing can."""
     _modules: dict[str, Any]
 
     def normed(self, name: str | None, x: Tensor) -> Tensor:

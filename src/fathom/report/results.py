@@ -46,7 +46,7 @@ def restored(kind: type[T], value: object) -> T:
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """What JSON writes another way: a number that is not finite, a path, a dataclass."""
+    """Read a value that JSON writes another way: a number that is not finite, a path, a dataclass."""
     if kind is float and value is None:
         return math.nan
     if kind is Path and isinstance(value, str):

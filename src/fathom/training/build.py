@@ -62,7 +62,7 @@ class Training:
     adapters: PeftModel | None = None
     """peft's wrapper of the model, if only adapters are trained."""
     teacher: FathomForCausalLM | None = None
-    """What the model is distilled from."""
+    """The model from which this one is distilled."""
 
     @property
     def micro_batch(self) -> int:

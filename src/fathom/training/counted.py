@@ -18,7 +18,7 @@ from fathom.training.adapters import adapt
 from fathom.training.optimizer import freeze
 
 _shares: dict[str, float] = {}
-"""By what a share depends on: a budget asks for it again and again."""
+"""Shares by all that they depend on: a budget asks for them again and again."""
 
 
 def step_flops(recipe: Recipe) -> float:

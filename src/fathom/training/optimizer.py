@@ -36,7 +36,7 @@ class Kind(Protocol):
 
 
 OPTIMIZERS: dict[str, type[Kind]] = {"adamw": AdamW, "muon": Muon}
-"""By the name in `optim.name`, which `Optim` in recipe.py lists too."""
+"""The optimizers by the name in `optim.name`, which `Optim` in recipe.py lists too."""
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:

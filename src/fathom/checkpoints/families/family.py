@@ -77,7 +77,7 @@ class Family:
     opens: str = ""
     """Which models it is, for the table of families in the documentation."""
     note: str = ""
-    """What the table says of exceptions beyond `off` and `rounding`."""
+    """The table's exceptions beyond `off` and `rounding`."""
 
     @property
     def keys(self) -> Keys:

@@ -72,7 +72,7 @@ ROPE_READ = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "proportional": ("factor", "partial_rotary_factor"),
 }
-"""What each type of rotary embedding reads in addition to `rope_type`, `rope_theta` and, in some families,
+"""The keys that each type of rotary embedding reads in addition to `rope_type`, `rope_theta` and, in some families,
 `partial_rotary_factor`."""
 ROPE_KNOWN = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "finetuned", "attn_factor"),

@@ -24,7 +24,7 @@ class Published:
     opens: str = ""
     """Which models they are, for the table of families in the documentation; empty where a page lists them itself."""
     note: str = ""
-    """What the table says of exceptions."""
+    """The table's exceptions."""
 
     def owns(self, config: Values) -> bool:
         """Whether a `config.json` is the project's."""

@@ -61,7 +61,7 @@ class CacheRow:
     """The measurements of one cache of one checkpoint, with the losses if texts were given."""
 
     nats: list[list[float]]
-    """By document, over stretches of positions."""
+    """Nats by document, over stretches of positions."""
     recall: dict[str, Recall]
     chance: float
     answers: list[Answer]

@@ -73,7 +73,7 @@ class DecoderConfig(Qwen3Config):
     attn_logit_softcapping: float | None = None
     """c of c · tanh(logit / c) in attention; None for no cap."""
     final_logit_softcapping: float | None = None
-    """The same for the head's logits."""
+    """c of the same formula for the head's logits; None for no cap."""
     embedding_scale: float = 1.0
     """Factor on the input embeddings, with any mechanism."""
     round_embedding_scale: bool = False

@@ -20,7 +20,7 @@ REPLACEABLE = {
     "swiglu": "what stands between the projections of the feed-forward sub-layer",
     "linear_cross_entropy": "the loss of a head without adapters",
 }
-"""What may be replaced, by name."""
+"""The functions that may be replaced, by name."""
 
 Function: TypeAlias = Callable[..., Any]
 

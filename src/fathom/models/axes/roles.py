@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from .visit import Out, Visit
 
 ResidualState = tuple[Tensor, ...]
-"""What a residual hands from one sub-layer to the next."""
+"""The tensors that a residual hands from one sub-layer to the next."""
 Stored = Tensor | tuple[Tensor, Tensor]
-"""What a mixer has stored: a value, or a key and a value, `[B, H_kv, T, D]` each."""
+"""The tensors that a mixer has stored: a value, or a key and a value, `[B, H_kv, T, D]` each."""
 Ways = tuple[Tensor, Tensor, Tensor]
-"""What queries, keys and values are made of, `[B, T, hidden_size]` each, where they read different things."""
+"""The inputs of queries, keys and values, `[B, T, hidden_size]` each, where they read different things."""
 WriteContext = tuple[Tensor, ...] | None
-"""What a residual's `read` computes for its `write` of the same sub-layer, such as mixing weights; never the state."""
+"""The tensors that a residual's `read` computes for its `write`, such as mixing weights; never the state."""
 TripState = dict[str, Tensor]
-"""What a recurrence knows of every token, by name: `[B, T, ...]`."""
+"""The tensors that a recurrence keeps for every token, by name: `[B, T, ...]`."""
 Own = TypeVar("Own", bound="MechanismOptions")
 
 

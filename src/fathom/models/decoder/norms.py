@@ -53,4 +53,4 @@ NORMS: dict[str, Callable[[int, float], nn.Module]] = {
     "layer": nn.LayerNorm,
     "layer_plain": partial(nn.LayerNorm, elementwise_affine=False),
 }
-"""By name: a norm of a size, with an ε."""
+"""Norms of a size, with an ε, by name."""

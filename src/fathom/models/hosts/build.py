@@ -55,7 +55,7 @@ FLAGS = (
     *("_keys_to_ignore_on_load_unexpected", "_can_compile_fullgraph", "_supports_sdpa", "_supports_flash_attn"),
     *("_supports_flex_attn", "_skip_keys_device_placement"),
 )
-"""What transformers asks of a model's class: whether its states can be cropped, which tensors are tied, …"""
+"""The properties of a model's class in transformers: whether its states can be cropped, which tensors are tied, …"""
 
 
 def copy_flags(model: PreTrainedModel, theirs: type[PreTrainedModel]) -> None:

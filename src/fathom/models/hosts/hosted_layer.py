@@ -48,9 +48,9 @@ class Bank:
 
 
 ASKED = ("earlier", "alive", "key_bias", "lent")
-"""What the walk asks of attention besides sources."""
+"""The walk's requests to attention besides sources."""
 PACKED = ("position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What tells a family's part of packed documents, which are no longer in one row."""
+"""The arguments that tell a family's part of packed documents, which are no longer in one row."""
 METHODS = (
     *("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"),
     *("is_recording_past", "has_previous_state", "get_seq_length", "get_mask_sizes", "update_indexer"),
@@ -98,7 +98,7 @@ class Hosted(Made, Routing, Sublayers):
 
     parts: tuple[str, tuple[str, ...]]
     taken: tuple[str, frozenset[str] | None]
-    """What `takes` says of the part that mixes tokens, or of the layer if that is called whole."""
+    """The value of `takes` for the part that mixes tokens, or of the layer if that is called whole."""
     own_attention: Callable[..., Any] | None
     """The family's attention without a kernel."""
     kind: str

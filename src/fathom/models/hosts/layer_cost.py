@@ -29,9 +29,9 @@ class LayerCost:
     """One layer, per token."""
 
     flops: float
-    """Of everything but scores."""
+    """The FLOPs of everything but scores."""
     flops_per_key: int
-    """Of scores and weighted sum, for each key that is read."""
+    """The FLOPs of scores and weighted sum, for each key that is read."""
     stored: int
     """Numbers in the cache. A state, whose size no text changes, has none."""
     idle: int
@@ -103,7 +103,7 @@ def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:
 
 
 def _state_flops(layer: nn.Module) -> int:
-    """Of a state's update and reading: three products of keys and values, by head."""
+    """The FLOPs of a state's update and reading: three products of keys and values, by head."""
     for part in cast(Any, layer.modules()):
         if hasattr(part, "head_k_dim") and hasattr(part, "num_v_heads"):
             return 6 * part.num_v_heads * part.head_k_dim * part.head_v_dim

@@ -17,9 +17,9 @@ class Layout:
     """The parts of a family's decoder, by the names of its modules."""
 
     token: tuple[str, ...] = ("self_attn",)
-    """What mixes tokens; a layer has one of them."""
+    """The names of parts that mix tokens; a layer has one of them."""
     channel: tuple[str, ...] = ("mlp",)
-    """What mixes channels; the updates of several are added."""
+    """The names of parts that mix channels; the updates of several are added."""
     before: tuple[str | None, str | None] = ("input_layernorm", "post_attention_layernorm")
     """The norms of the inputs of both."""
     after: tuple[str | None, str | None] = (None, None)

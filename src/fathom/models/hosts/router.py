@@ -27,7 +27,7 @@ class Router(Made, Kept):
     top_k: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the family's."""
+        """Route like the family's own router."""
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
         self.logits = made[0]
         return made
@@ -98,8 +98,8 @@ class Routing:
     """The name of the module that keeps them, which no family may use; empty in a layer that has none."""
 
     def with_logits(self, made: tuple[Any, ...], shape: torch.Size) -> tuple[Any, ...]:
-        """What the layer has just made, with the logits `[B, T, experts]` before key and value; None without a
-        router."""
+        """The tensors that the layer has just made, with the logits `[B, T, experts]` before key and value, or None
+        without a router."""
         logits = None
         if self.routed_by:
             logits = cast(Any, self).get_submodule(self.routed_by).taken().view(*shape, -1)

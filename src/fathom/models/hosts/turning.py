@@ -20,7 +20,7 @@ from .handover import Handover, KeyValue
 from .hosted_layer import Hosted, takes
 
 Angles = Any
-"""What a family's attention takes as `position_embeddings`: cosines and sines, or complex numbers (Llama 4)."""
+"""The argument `position_embeddings` of a family's attention: cosines and sines, or complex numbers (Llama 4)."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class TurnedHandover(Handover):
     """One layer in one trip. The walk gets the key that mixers score before key and value."""
 
     angles: Angles = None
-    """By which the layer has rotated queries and keys; None if it has not."""
+    """The angles by which the layer has rotated queries and keys; None if it has not."""
     turn: Any = None
     """The family's function that did so."""
     returned: ClassVar[int] = 3

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 LOSSES = ("none", "joint", "gate")
 HIDDEN, LOGIT = "exit_hidden{}", "exit_logit{}"
 ROUNDING = 2.0**-20
-"""By how much a sum of probabilities may differ from the gate's own product in float32."""
+"""The amount by which a sum of probabilities may differ from the gate's own product in float32."""
 SLOPE, GAIN = 50.0, 0.005
-"""Of w_k: its slope, and the gain in nats from which a further trip is worth making."""
+"""The slope of w_k, and the gain in nats from which a further trip is worth making."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 CURVES = ("none", "linear", "sqrt")
 PARTS = 1000
-"""Of a training run, at which the mean cost of its steps is taken."""
+"""The number of points of a training run at which the mean cost of its steps is taken."""
 
 
 @dataclass(frozen=True)

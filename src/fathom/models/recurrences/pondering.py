@@ -85,7 +85,7 @@ class SampleOptions(RecurrenceOptions):
 
 
 OVER = ("row", "batch")
-"""What a penalty takes its lowest values of."""
+"""The sets from which a penalty takes its lowest values."""
 Chosen = TypeVar("Chosen", bound=RecurrenceOptions)
 ChosenSolved = TypeVar("ChosenSolved", bound=SolverOptions)
 ChosenSampled = TypeVar("ChosenSampled", bound=SampleOptions)

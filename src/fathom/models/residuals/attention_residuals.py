@@ -363,7 +363,7 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 
 
 def _normed_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Of `inkling2`: a score and a weighted sum for each source and query, and the gains of keys and values."""
+    """The cost of `inkling2`: a score and a weighted sum a source and query, and the gains of keys and values."""
     width, options, layers = config.hidden_size, AttentionResidualsOptions.of(config), config.num_hidden_layers
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     read = [s for trip in trips for s in (*(s for i in trip for s in (2 * i, 2 * i + 1)), 2 * layers)]

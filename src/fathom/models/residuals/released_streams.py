@@ -49,7 +49,7 @@ class Form:
     """How a model's hyper-connections differ from DeepSeek-V4's."""
 
     head: str = "token"
-    """What the final norm reads: weighed by each `token`, the `mean`, or with the weights `carried` from the last
+    """The input of the final norm: weighed by each `token`, the `mean`, or with the weights `carried` from the last
     sub-layer."""
     mixes: bool = True
     """Whether streams are mixed."""
@@ -69,13 +69,13 @@ FORMS = {
     "glm5_next": Form(head="mean"),
     "hy_v4": Form(mixes=False, divides_last=True, rounds_maps=False, scale=0.01, even=True),
 }
-"""By the `model_type` of the model."""
+"""The forms, by the `model_type` of the model."""
 GATED = "qwen4_exp"
 """The form of `GatedStreams`."""
 
 
 def balanced(logits: Tensor, iterations: int) -> Tensor:
-    """H of M, `[..., n, n]`: a softmax over rows, then columns and rows divided by their sums in turn."""
+    """The matrix of logits `[..., n, n]`: a softmax over rows, then columns and rows divided by their sums in turn."""
     matrix = logits.softmax(-1) + EPS
     matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
     for _ in range(iterations - 1):

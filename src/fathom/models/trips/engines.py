@@ -53,7 +53,7 @@ class CachedAttention(nn.Module):
     is_causal: bool
     sliding_window: int | None
     banks: dict[int, nn.Module]
-    """By index, for engines that attach their cache to modules."""
+    """Modules by index, for engines that attach their cache to modules."""
 
 
 class Seat:

@@ -38,7 +38,7 @@ class Decoder(Protocol):
     per_visit: bool
     """Whether a layer has a residual for each of its visits."""
     reach: dict[str, int | None]
-    """By layer type: how many tokens back it reads; None for all."""
+    """How many tokens back a layer reads, by its type; None for all."""
     balance: Callable[[Sequence[Tensor], Tensor | None], Tensor] | None
     """A trip's loss that balances its experts, from the logits of its routers and a mask; None for none."""
 
@@ -56,7 +56,7 @@ class Decoder(Protocol):
         """Causal masks by layer type."""
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """What the first layer reads of tokens `[B, T]`."""
+        """The input of the first layer for tokens `[B, T]`."""
 
     def plan_of(self, trips: int) -> Plan:
         """The visits of so many trips."""

@@ -24,7 +24,7 @@ SPARE = 8
 EMPTY = -1
 """Sentinel for unused positions: the token and the last trip of no slot, and its place."""
 COPYING = 1.5
-"""What copying the keys and values of a place costs, in readings of it by one query. Measured on CPUs; on a GPU, whose
+"""The cost of copying the keys and values of a place, in readings of it by one query. Measured on CPUs; on a GPU, whose
 time is bytes, a copy that does not stay in its cache is a reading and a writing: 2."""
 EXTRA = ("bias", "document")
 """Tags that a table holds only once a pass brings them: for most models every pass would read zeros."""

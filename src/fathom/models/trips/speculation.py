@@ -315,7 +315,7 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_by_side(sources: Sequence[Mapping[int, KeyValue]]) -> dict[int, KeyValue]:
-    """By visit, keys and values `[B, H_kv, T, D]` of tokens that were made one after another."""
+    """Keys and values `[B, H_kv, T, D]` of each visit, for tokens that were made one after another."""
     gathered = {}
     for visit in sources[0]:
         keys, values = zip(*(one[visit] for one in sources), strict=True)

@@ -196,17 +196,17 @@ class Pass:
     by_bank: bool = False
     """Whether the cache has a layer for every visit, not only for every layer."""
     earlier: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """By layer: keys and values of earlier trips of the same tokens."""
+    """Keys and values of earlier trips of the same tokens, by layer."""
     alive: Tensor | None = None
     """`[B, 1, M, 1]`: the tokens that make this trip; the others keep the keys and values of their last one."""
     sources: dict[int, KeyValue] = field(default_factory=dict)
-    """By visit: keys and mixed values of earlier trips, which mixers read."""
+    """Keys and mixed values of earlier trips, which mixers read, by visit."""
     keep: bool = False
     """Whether all layers' keys and values are needed afterwards, not only those that mixers read."""
     key_bias: Tensor | None = None
     """`[B, M]`: bias on the logit of every query that reads a slot of this pass."""
     lent: Mapping[int, KeyValue] = field(default_factory=dict)
-    """By layer: the keys and values that later visits attend to, which make none of their own."""
+    """The keys and values that later visits, which make none of their own, attend to, by layer."""
     leave: Callable[[Tensor], Tensor] | None = None
     """The recurrence's transformation of the looped layers' output; None if it is passed on unchanged."""
 
@@ -217,9 +217,9 @@ class Passed:
 
     residual: Tensor
     pairs: dict[int, KeyValue]
-    """By visit: key and mixed value."""
+    """Key and mixed value, by visit."""
     sources: dict[int, KeyValue]
-    """The same with the keys that mixers score."""
+    """Key and mixed value, by visit, with the keys that mixers score."""
     hidden: list[Tensor]
     """Every visit's input, if asked for."""
     entry: Tensor | None = None
