@@ -144,7 +144,7 @@ def test_what_is_learnt_of_a_template_is_what_the_assistant_says(template: str, 
         ("{{ raise_exception('roles must alternate') }}", "fails: roles must alternate"),
         (
             "{{ messages[0].content | length }}<start>{% for m in messages %}{{ m.content }}<stop>{% endfor %}",
-            "what surrounds",
+            "depends on what they say",
         ),
     ],
 )

@@ -8,7 +8,7 @@ import torch
 
 from fathom.errors import SettingsError
 from fathom.inference import batches
-from fathom.inference.drafting import LOOKUP, PLAIN, TRIPS, Drafting, Drafts, Lookup
+from fathom.inference.drafting import LOOKUP, PLAIN, TRIPS, Drafting, Lookup, TextDrafts
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
@@ -32,7 +32,7 @@ class Told:
     all: list
     made: list = field(default_factory=list)
     prompt: list = field(default_factory=list)
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: TextDrafts = field(default_factory=TextDrafts)
 
     @property
     def new_tokens(self):

@@ -77,7 +77,7 @@ class Fortune:
 
 
 @dataclass
-class Drafts:
+class TextDrafts:
     """The drafts of one text."""
 
     lookup: Lookup = field(default_factory=Lookup)
@@ -90,14 +90,14 @@ class Drafted(Protocol):
     prompt: Sequence[int]
     new_tokens: int
     made: list[int]
-    drafts: Drafts
+    drafts: TextDrafts
 
 
 J = TypeVar("J", bound=Drafted)
 
 
 @dataclass(frozen=True)
-class Plan:
+class NextStep:
     """The next step."""
 
     kind: str
@@ -121,20 +121,20 @@ class Drafting:
         self._plain: dict[int, int] = {}
         self._since = 0
 
-    def plan(self, texts: Sequence[J], trips: int = 0) -> Plan:
+    def plan(self, texts: Sequence[J], trips: int = 0) -> NextStep:
         """The next step of some texts, where `trips` tokens would be drafted by iterations."""
         rows = len(texts)
-        plans = {PLAIN: Plan(PLAIN, size=rows)}
+        plans = {PLAIN: NextStep(PLAIN, size=rows)}
         if not self.kinds or self._plain.get(rows, 0) < SURE or self._since >= AGAIN:
             return plans[PLAIN]
         values = {PLAIN: rows / self._seconds(plans[PLAIN])}
         if LOOKUP in self.kinds and any(drafts := self._looked_up(texts)):
             width = 1 + max(map(len, drafts))
-            plans[LOOKUP] = Plan(LOOKUP, drafts, 1 << (rows * width - 1).bit_length())
+            plans[LOOKUP] = NextStep(LOOKUP, drafts, 1 << (rows * width - 1).bit_length())
             right = sum(one.drafts.by[LOOKUP].share * len(mine) for one, mine in zip(texts, drafts, strict=True))
             values[LOOKUP] = (rows + right) / self._seconds(plans[LOOKUP])
         if TRIPS in self.kinds and any(len(one.made) >= one.drafts.by[TRIPS].until for one in texts):
-            plans[TRIPS] = Plan(TRIPS, size=rows)
+            plans[TRIPS] = NextStep(TRIPS, size=rows)
             right = sum(min(trips, 1 + one.drafts.by[TRIPS].share * trips) for one in texts)
             values[TRIPS] = right / (trips * self._seconds(plans[TRIPS]))
         kind = self.best(values)
@@ -148,7 +148,7 @@ class Drafting:
         """The kind of step that makes the most tokens a second; one whose time is not known is tried."""
         return max(values, key=lambda kind: values[kind])
 
-    def learn(self, plan: Plan, texts: Sequence[J], kept: Sequence[tuple[int, int]], seconds: float) -> None:
+    def learn(self, plan: NextStep, texts: Sequence[J], kept: Sequence[tuple[int, int]], seconds: float) -> None:
         """Note what a step took, and for each text how many tokens it drafted and how many of them were right."""
         if not self.kinds:
             return
@@ -164,7 +164,7 @@ class Drafting:
             if drafted:
                 one.drafts.by[plan.kind].learn(drafted, accepted)
 
-    def _seconds(self, plan: Plan) -> float:
+    def _seconds(self, plan: NextStep) -> float:
         return self.seconds.get((plan.kind, plan.size), 0.0) or 1e-9
 
     def _looked_up(self, texts: Sequence[J]) -> list[list[int]]:

@@ -36,7 +36,7 @@ from fathom.inference.batches import (
     trips_of,
 )
 from fathom.inference.by_rows import attend_by_rows, needs_rows
-from fathom.inference.drafting import LOOKUP, PLAIN, TRIPS, Drafting, Drafts, Plan
+from fathom.inference.drafting import LOOKUP, PLAIN, TRIPS, Drafting, NextStep, TextDrafts
 from fathom.inference.histogram import Histogram
 from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
@@ -139,7 +139,7 @@ class Job:
     """Prompt tokens of others that were read since."""
     paused: tuple[object, int] | None = None
     """If another's prompt interrupted its own: the state of its batch, and the bytes of its copy."""
-    drafts: Drafts = field(default_factory=Drafts)
+    drafts: TextDrafts = field(default_factory=TextDrafts)
     request: object = None
     """The object that it shares with the other texts of its request."""
     further: bool = False
@@ -662,7 +662,7 @@ class Engine:
             self.drafting[trips] = Drafting(*[LOOKUP] * self.lookup, *[TRIPS] * isinstance(batch, DraftBatch))
         return self.drafting[trips]
 
-    def _step_drafted(self, lane: Lane, batch: SlabBatch, plan: Plan) -> list[tuple[int, int]]:
+    def _step_drafted(self, lane: Lane, batch: SlabBatch, plan: NextStep) -> list[tuple[int, int]]:
         """Several tokens for every sequence: right drafts, and the token behind them. Returns how many tokens each
         drafted, and how many of them were right."""
         jobs = list(lane.jobs)

@@ -19,7 +19,7 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES, hosted
 from fathom.checkpoints.families.layouts import HOSTS, Host
 from fathom.errors import ModelError
-from fathom.models.hosts.hosted_layer import Bank
+from fathom.models.hosts.hosted_layer import OneLayer
 from fathom.models.hosts.layout import Layout
 
 from .cases import SHAPE, SHAPES, backend_of, ours_of, stepwise, theirs_of, tokens
@@ -47,9 +47,9 @@ def test_a_bank_that_trips_share_is_seen(monkeypatch):
         ours, ids = ours_of(theirs_of(name), **LOOP), tokens()
         with torch.no_grad():
             whole = ours(ids).logits
-        make = Bank.__init__
+        make = OneLayer.__init__
         with monkeypatch.context() as patch:
-            patch.setattr(Bank, "__init__", lambda self, cache, bank, make=make: make(self, cache, bank % 4))
+            patch.setattr(OneLayer, "__init__", lambda self, cache, bank, make=make: make(self, cache, bank % 4))
             assert (stepwise(ours, ids) - whole).abs().max() > 1e-2
 
 
@@ -158,7 +158,7 @@ def test_another_backend_keeps_the_mechanism():
 def test_a_state_read_from_the_layers_is_the_banks(index):
     """Older families read `cache.layers[self.layer_idx]`, of which all trips through a layer have the same."""
     cache = Cache(layers=[DynamicLayer() for _ in range(4)])
-    view = Bank(cache, 2)
+    view = OneLayer(cache, 2)
     assert view.layers[index] is cache.layers[2]
     view.layers[index].record_past = True
     assert [hasattr(layer, "record_past") for layer in cache.layers] == [False, False, True, False]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
-from fathom.models.hosts.hosted_layer import Bank
+from fathom.models.hosts.hosted_layer import OneLayer
 
 from .cases import ours_of, stepwise, theirs_of, tokens
 from .oracle import Model, balance
@@ -111,12 +111,12 @@ def test_a_state_that_leaks_between_trips_is_seen(name, wide, monkeypatch):
     expected = oracle(ids[0].numpy(force=True), trips=2)
     with torch.no_grad():
         assert np.abs(stepwise(ours, ids)[0].numpy(force=True) - expected).max() <= CLOSE * np.abs(expected).max()
-        make, keyed = Bank.__init__, ours.config.keyed_layers
+        make, keyed = OneLayer.__init__, ours.config.keyed_layers
 
-        def leaking(self: Bank, cache: Any, bank: int) -> None:
+        def leaking(self: OneLayer, cache: Any, bank: int) -> None:
             make(self, cache, bank if bank % layers in keyed else bank % layers)
 
-        monkeypatch.setattr(Bank, "__init__", leaking)
+        monkeypatch.setattr(OneLayer, "__init__", leaking)
         assert np.abs(stepwise(ours, ids)[0].numpy(force=True) - expected).max() > 1e-3
 
 

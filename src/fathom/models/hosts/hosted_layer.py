@@ -25,7 +25,7 @@ from .mixed import Made
 from .router import Routing
 
 
-class Bank:
+class OneLayer:
     """One layer of a cache, whatever index its reader asks for: a trip's own, though its modules are shared."""
 
     def __init__(self, cache: Cache, bank: int) -> None:
@@ -44,7 +44,7 @@ class Bank:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.cache, name)
-        return _Asked(found, self.bank) if name in BY_LAYER else found
+        return _AtLayer(found, self.bank) if name in BY_LAYER else found
 
 
 ASKED = ("earlier", "alive", "key_bias", "lent")
@@ -73,7 +73,7 @@ class _Single:
         return self.layer
 
 
-class _Asked:
+class _AtLayer:
     """A method of a cache for one of its layers."""
 
     def __init__(self, method: Callable[..., Any], bank: int) -> None:
@@ -142,7 +142,7 @@ class Hosted(Made, Routing, Sublayers):
     ) -> tuple[Any, ...]:
         """The update of what mixes tokens, and its key and mixed value; None if it has none."""
         given["position_embeddings"] = rotation.get(self.kind) if isinstance(rotation, dict) else rotation
-        view: Any = None if past_key_values is None else Bank(past_key_values, bank)
+        view: Any = None if past_key_values is None else OneLayer(past_key_values, bank)
         hand = None
         if self.depth_mixer is not None:
             asked = {name: given.pop(name) for name in ASKED if name in given}

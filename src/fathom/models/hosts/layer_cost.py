@@ -44,10 +44,10 @@ class LayerCost:
 
 def layer_costs(config: DecoderConfig) -> tuple[LayerCost, ...]:
     """Every layer of a hosted decoder."""
-    return _costs(_Asked(config))
+    return _costs(_ByShape(config))
 
 
-class _Asked:
+class _ByShape:
     """A configuration, equal to others of the same family and shape."""
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -57,11 +57,11 @@ class _Asked:
         return hash(self.key)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Asked) and self.key == other.key
+        return isinstance(other, _ByShape) and self.key == other.key
 
 
 @cache
-def _costs(asked: _Asked) -> tuple[LayerCost, ...]:
+def _costs(asked: _ByShape) -> tuple[LayerCost, ...]:
     config, theirs = asked.config, native_config(asked.config)
     with torch.device("meta"):
         decoder = MODEL_MAPPING[type(theirs)](theirs)

@@ -149,13 +149,13 @@ def check_engine(
         multiway: Whether queries, keys and values have different inputs.
     """
     if len(plan) > 1 or multiway:
-        asked = Asked(config, recurrence, plan, arguments, attentions, multiway)
+        asked = EngineCase(config, recurrence, plan, arguments, attentions, multiway)
         if (why := next((why for holds, why in RULES if holds(asked)), None)) is not None:
             raise ValueError(why.format(asked))
 
 
 @dataclass
-class Asked:
+class EngineCase:
     """A model and the engine that is to run it; see `check_engine` for the fields."""
 
     config: DecoderConfig
@@ -194,7 +194,7 @@ class Asked:
 
 SLOTS = "{0.engine} keeps one key and value for each token and layer, and {0.config.recurrence} needs slots: "
 INSTEAD = "Use `generate` or `fathom serve`"
-RULES: tuple[tuple[Callable[[Asked], bool], str], ...] = (
+RULES: tuple[tuple[Callable[[EngineCase], bool], str], ...] = (
     (
         lambda asked: asked.multiway and asked.named,
         "{0.engine} makes queries, keys and values of one input; with residual={0.config.residual} each has its own. "
