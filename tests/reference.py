@@ -81,8 +81,8 @@ def commands() -> str:
     counts = Counter(row for *_, rows in found for row in rows if row[0].startswith("`-"))
     best = {row[0].split()[0]: row for row, count in reversed(counts.most_common()) if count > 1}
     shared = sorted(best.values(), key=[*counts].index)
-    lines = ["Every command also takes `--help`, and ends with exit code 2 for a wrong request and 1 for a failure."]
-    lines[0] += " `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
+    lines = ["This page lists every command with its arguments. Each also takes `--help`, and ends with exit code 2 for"]
+    lines[0] += " a wrong request and 1 for a failure. `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
     lines += ["", "## Options of several commands", "", *listed(shared), ""]
     for heading, summary, rows in found:
         own = [row for row in rows if row not in shared]
@@ -105,7 +105,7 @@ def runs(places: list[int], shared: list[tuple[str, str]]) -> Iterator[str]:
 
 def keys() -> str:
     """All keys of recipes, and the options that several mechanisms have."""
-    lines = ["A key is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
+    lines = ["This page lists every key, which is set in a YAML file or on the command line, as in `optim.lr=3e-4`."]
     lines += ["What a value may be stands in brackets where the default and the text do not show it."]
     lines += ["`kvcache.method` is one of the [cache methods](../how-to/kvcache.md#choose-a-method).", ""]
     sections = (
