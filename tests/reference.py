@@ -81,8 +81,8 @@ def commands() -> str:
     counts = Counter(row for *_, rows in found for row in rows if row[0].startswith("`-"))
     best = {row[0].split()[0]: row for row, count in reversed(counts.most_common()) if count > 1}
     shared = sorted(best.values(), key=[*counts].index)
-    lines = ["This page lists every command with its arguments. Each also takes `--help`, and ends with exit code 2 for"]
-    lines[0] += " a wrong request and 1 for a failure. `NO_COLOR=1` turns colours off, and `COLUMNS` sets the width."
+    lines = ["This page lists every command with its arguments. Each also takes `--help`, and ends with exit code 2"]
+    lines[0] += " for a wrong request and 1 for a failure. `NO_COLOR=1` turns colours off; `COLUMNS` sets the width."
     lines += ["", "## Options of several commands", "", *listed(shared), ""]
     for heading, summary, rows in found:
         own = [row for row in rows if row not in shared]
