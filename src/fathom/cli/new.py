@@ -140,7 +140,7 @@ def _texts(root: Path, scaffold: Scaffold, forms: dict[str, str]) -> Iterator[tu
     for path, before, line in scaffold.lines:
         text = edited.get(path) or (root / path).read_text(encoding="utf-8")
         if before not in text:
-            raise SettingsError(f"{path} has no {before!r} any more; add the lines by hand, as {PAGE} says")
+            raise SettingsError(f"{path} lacks the line {before!r}; add yours by hand, as {PAGE} says")
         edited[path] = text.replace(before, _named(line, forms) + before, 1)
     yield from edited.items()
 

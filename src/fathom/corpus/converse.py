@@ -108,7 +108,7 @@ class Converse(Stage):
         if missing:
             raise DataError(
                 f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "
-                "template, or a tokenizer that has"
+                "template, or a tokenizer with it"
             )
         return encoder
 
