@@ -4,6 +4,7 @@ import copy
 import gc
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,6 +279,69 @@ def test_it_ends_with_the_block_whatever_happens(model):
     for wrong, words in ((dict(method="full"), "method must be one of"), (dict(ratio=1.5), "ratio must lie between")):
         with pytest.raises(ValueError, match=words), compressed(model, **wrong):
             pass
+
+
+def test_a_block_within_another_is_refused(model):
+    """The outer one would win, which nobody asked for."""
+    with compressed(model, "tova"):
+        with pytest.raises(ValueError, match="in such a block already"), compressed(model, "drop", ratio=0.25):
+            pass
+        with compressed(model_of("llama", seed=1), "drop"):  # the control: another model
+            pass
+    with compressed(model, "drop"):
+        pass
+
+
+def test_a_press_that_was_not_made_a_method_is_refused(model):
+    given = SimpleNamespace(compression_ratio=0.5)
+    with pytest.raises(ValueError, match=r"no method: .* as press\(…\) makes"), compressed(model, given):
+        pass
+    with pytest.raises(ValueError, match="method must be one of"):
+        build_cache(model, given, window=64)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_is_refused_in_words(model):
+    compiled = torch.compile(model_of("llama"), backend="eager")
+    with compressed(compiled, "tova"), pytest.raises(Exception, match=r"cannot run under torch\.compile"):
+        compiled(tokens(1, 40))
+
+
+@pytest.mark.quick("llama-assistant")
+@pytest.mark.parametrize("how", ["assistant", "lookup"])
+@pytest.mark.parametrize("case", ["llama", "gemma3"])
+def test_assisted_decoding_after_a_compressed_prompt(case, how):
+    """Guesses stand behind the prompt in the first pass, and are no part of it."""
+    model, prompt = model_of(case, torch.float64), tokens(1, 40)
+    helper = copy.deepcopy(model)
+    with torch.no_grad():
+        helper.lm_head.weight.add_(0.01 * torch.randn_like(helper.lm_head.weight))
+    given = dict(assistant_model=helper) if how == "assistant" else dict(prompt_lookup_num_tokens=3)
+    cache, options = DynamicCache(config=model.config), GREEDY | dict(max_new_tokens=14)
+    with compressed(model, "snapkv", ratio=0.4):
+        plain = model.generate(prompt, **options)
+        assert torch.equal(model.generate(prompt, past_key_values=cache, **given, **options), plain)
+    assert cache.schedule.window == 40 and cache.entries == cache.seen - 24
+    for other in (dict(while_decoding=True), dict(quantized="int8"), dict(window=32)):
+        with compressed(model, "snapkv", **other), pytest.raises(NotImplementedError, match="without assistant_model"):
+            model.generate(prompt, **given, **options)
+
+
+@torch.no_grad()
+def test_an_answer_may_be_taken_back(model):
+    """From a prompt that was compressed once; the prompt itself stays."""
+    ids, mask, answer = tokens(3, 90), torch.ones(3, 90, dtype=torch.long), tokens(3, 7, seed=5)
+    mask[1, :40], mask[2, :85] = 0, 0
+    with compressed(model, "tova", ratio=0.5):
+        cache = model(ids, attention_mask=mask).past_key_values
+    fresh = cache.branch()
+    model(answer, past_key_values=cache)
+    cache.crop(-7)
+    other = tokens(3, 9, seed=6)
+    assert torch.equal(*(model(other, past_key_values=each).logits for each in (cache, fresh)))
+    with pytest.raises(NotImplementedError, match="cannot give tokens back"):
+        cache.crop(-10)
+    assert cache.seen == 99
 
 
 @torch.no_grad()

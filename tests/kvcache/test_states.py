@@ -212,6 +212,13 @@ def test_the_oracle_sees(fault, monkeypatch):
     assert error < LIMIT if fault is nothing_wrong else error > 0.01
 
 
+def test_states_are_not_taken_back():
+    model, ids = model_of("lfm2"), tokens(1, 30)
+    options = dict(do_sample=False, max_new_tokens=8, prompt_lookup_num_tokens=2)
+    with compressed(model, "drop"), pytest.raises(NotImplementedError, match="assisted and speculative decoding"):
+        model.generate(ids, **options)
+
+
 def test_what_has_no_keys_to_compress_is_refused():
     wrong = {
         "deepseek_v3": ({}, "stores latents"),

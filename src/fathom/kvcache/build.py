@@ -197,7 +197,7 @@ def make_method(
             raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make another")
         return method
     chosen = METHODS.get(method) if isinstance(method, str) else method
-    if chosen is None:
+    if not isinstance(chosen, type) or not issubclass(chosen, Method):
         raise ValueError(f"method must be one of {', '.join([*WHOLE, *METHODS])}, got {method!r}")
     if window is None:
         raise ValueError("window must be given: the number of entries to hold, at best the length trained at")

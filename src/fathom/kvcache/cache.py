@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .accounting import cache_bytes
-from .memory import Memory
+from .memory import GUESSES, Memory
 from .method import Method
 from .padded import Padded
 from .rows import left_padding, padded_left, real_tokens, unbroken
@@ -20,7 +20,8 @@ from .states import State
 
 # Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
 @torch.compiler.assume_constant_result
-def _refuse_compiling() -> None:
+def refuse_compiling() -> None:
+    """RuntimeError: a cache that grows was met by the compiler."""
     raise RuntimeError(
         "a compressed cache that grows cannot run under torch.compile: its length is part of the program, so every "
         "token would compile again; build it with static=True, or run the model that was not compiled"
@@ -98,7 +99,7 @@ class MemoryCache(Cache):
                 "the model that is run, or call fathom.kvcache.watch(model) once"
             )
         if torch.compiler.is_compiling() and not self.is_compileable:
-            _refuse_compiling()
+            refuse_compiling()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     @property
@@ -139,7 +140,7 @@ class MemoryCache(Cache):
     def make_room(self, length: int) -> None:
         """Prepare for the next `length` tokens; growing memories do so when they are written."""
         if torch.compiler.is_compiling():
-            _refuse_compiling()
+            refuse_compiling()
 
     def admit(self, attention_mask: object) -> None:
         """Learn the padding from the mask of the first pass, `[B, seen + q]`, and refuse any other than on the left."""
@@ -184,6 +185,12 @@ class MemoryCache(Cache):
         assert isinstance(self.memory, Padded)
         end = self.seen + length
         return torch.arange(end) >= end - torch.tensor(self.memory.lengths(length)).unsqueeze(1)
+
+    def activate_past_recording(self) -> None:
+        """NotImplementedError where assisted decoding would take back what cannot be."""
+        if any(isinstance(layer, State) for layer in self.layers):
+            raise NotImplementedError(GUESSES)
+        super().activate_past_recording()
 
     def branch(self) -> MemoryCache:
         """An independent continuation of this cache: one context, read once, for any number of questions.

@@ -15,8 +15,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -24,12 +27,17 @@ from transformers.cache_utils import DynamicCache
 from fathom.models.axes.cache_name import cache_among, with_cache
 
 from .build import METHODS, UntunedWarning, cache_of, config_of, make_method, untuned
-from .cache import MemoryCache
+from .cache import MemoryCache, refuse_compiling
 from .method import Method
 from .rope import Rope, refuse
 from .rows import left_padding, real_tokens
 from .schedule import UNTOUCHED, Eager, Once, Schedule
 from .watch import decoder_of, named, watch
+
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+"""Arguments of `generate` by which guesses come before the tokens that are generated."""
+_OPEN: WeakSet[nn.Module] = WeakSet()
+"""Decoders whose prompts are being compressed."""
 
 
 class NothingCompressedWarning(UserWarning):
@@ -72,14 +80,10 @@ def compressed(
         options: Options of the method; with `window` also `kept`, the entries that stay beside the sinks.
     """
     made, quantized = found(method, quantized)
-    if window is None and "kept" in options:
-        raise ValueError("kept is the entries that stay in a window: give window too")
-    if window is not None and while_decoding:
-        raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
     ratio, sinks = made.own_ratio if ratio is None else ratio, made.own_sinks if sinks is None else sinks
     config, decoder = config_of(model), decoder_of(model)
+    refuse_block(decoder, ratio, sinks, window, while_decoding, "kept" in options)
     kind = Eager if while_decoding else Once
-    Schedule.at(1 << 20, sinks, ratio)  # invalid values are refused here, not at the first prompt
     refuse(config, window or (0 if while_decoding else sys.maxsize))
     rope = Rope(config)
     rope.ask(decoder)  # before the hook, which would compress what the question reads
@@ -117,6 +121,8 @@ def compressed(
     def replace(
         module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[object, ...], dict[str, Any]] | None:
+        if torch.compiler.is_compiling():
+            refuse_compiling()
         given = named(module, args, kwargs)
         own = cache_among(given)
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -125,7 +131,9 @@ def compressed(
         use_cache = given.get("use_cache")
         if not isinstance(own, MemoryCache):  # one that was reset is filled with the next prompt
             refuse_cache(own, bool(config.use_cache if use_cache is None else use_cache), module.training)
-        memory = new(max(tokens.shape[1], *asked), given.get("attention_mask"))
+        memory = new(asked.prompt(tokens.shape[1]), given.get("attention_mask"))
+        if asked.assisted:
+            memory.activate_past_recording()
         if own is not None:
             memory.take_over(own)
         return (), {**with_cache(given, module, memory if own is None else own), "use_cache": True}
@@ -133,7 +141,7 @@ def compressed(
     watch(model)
     hook = decoder.register_forward_pre_hook(replace, prepend=True, with_kwargs=True)
     try:
-        with prompts_of(model) as asked:
+        with noted(decoder), prompts_of(model) as asked:
             yield
     finally:
         hook.remove()
@@ -141,14 +149,39 @@ def compressed(
 
 def found(method: str | type[Method], quantized: str | None) -> tuple[type[Method], str | None]:
     """The class of a method, and how its entries are stored."""
-    if not isinstance(method, str):
+    if isinstance(method, type) and issubclass(method, Method):
         return method, quantized
+    if not isinstance(method, str):
+        raise ValueError(f"{type(method).__name__} is no method: give a name or a class, as press(…) makes of a press")
     name, plus, stored = method.partition("+")
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if plus and quantized is not None:
         raise ValueError(f"quantized={quantized}: method '{method}' says that already")
     return METHODS[name], stored if plus else quantized
+
+
+def refuse_block(
+    decoder: nn.Module, ratio: float, sinks: int, window: int | None, while_decoding: bool, kept: bool
+) -> None:
+    """Refuse a block within another one, and invalid values before the first prompt."""
+    Schedule.at(1 << 20, sinks, ratio)
+    if decoder in _OPEN:
+        raise ValueError("compressed: this model is in such a block already, which would compress its prompts twice")
+    if window is None and kept:
+        raise ValueError("kept is the entries that stay in a window: give window too")
+    if window is not None and while_decoding:
+        raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
+
+
+@contextmanager
+def noted(decoder: nn.Module) -> Iterator[None]:
+    """Note that a decoder's prompts are being compressed."""
+    _OPEN.add(decoder)
+    try:
+        yield
+    finally:
+        _OPEN.discard(decoder)
 
 
 def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
@@ -172,28 +205,44 @@ def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
         )
 
 
+@dataclass
+class Asked:
+    """What `model.generate` was asked for."""
+
+    tokens: int = 0
+    """The length of its prompt; 0 outside it."""
+    assisted: bool = False
+    """Whether its first pass has guesses behind the prompt."""
+
+    def prompt(self, read: int) -> int:
+        """The prompt's length, of which a first pass reads so many tokens: fewer if it comes in chunks."""
+        return self.tokens if self.assisted else max(self.tokens, read)
+
+
 @contextmanager
-def prompts_of(model: PreTrainedModel) -> Iterator[list[int]]:
-    """The length of the prompt that `model.generate` reads now: also of one that comes in chunks; 0 outside it."""
+def prompts_of(model: PreTrainedModel) -> Iterator[Asked]:
+    """What `model.generate` is asked for now."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    length = [0]
+    asked = Asked()
     if not hasattr(base, "generate"):
-        yield length
+        yield asked
         return
     generate, before = base.generate, vars(base).get("generate")
 
     @functools.wraps(generate)
     def told(*args: object, **kwargs: Any) -> object:
         found = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
-        length[0] = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)
+        asked.tokens = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)
+        settings = kwargs.get("generation_config") or base.generation_config
+        asked.assisted = any(kwargs.get(name, getattr(settings, name, None)) for name in ASSISTED)
         try:
             return generate(*args, **kwargs)
         finally:
-            length[0] = 0
+            asked.tokens, asked.assisted = 0, False
 
     base.generate = told
     try:
-        yield length
+        yield asked
     finally:
         if before is None:
             del base.generate

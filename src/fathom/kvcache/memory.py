@@ -22,8 +22,13 @@ from fathom.models.axes.numerics import widen
 
 from .method import Held, Method
 from .rope import Still, Turn
-from .schedule import LARGEST_MASK, Schedule
+from .schedule import LARGEST_MASK, UNTOUCHED, Once, Schedule
 from .states import State
+
+GUESSES = (
+    "assisted and speculative decoding take tokens back, which this cache cannot: call generate without "
+    "assistant_model and prompt_lookup_num_tokens, or use method 'full'"
+)
 
 
 class Memory(CacheLayerMixin):
@@ -235,20 +240,34 @@ class Memory(CacheLayerMixin):
         if self.state is not None:
             self.state.each(change)
 
+    @property
+    def adds(self) -> bool:
+        """Whether tokens after the prompt are only added, so that they can be taken back."""
+        return type(self) is Memory and self.state is None and isinstance(self.schedule, Once)
+
+    def gives_back(self, count: int) -> bool:
+        """Whether the last `count` tokens can be taken back: no compression has seen them."""
+        prompt = 0 if self.schedule.window == UNTOUCHED else self.schedule.window
+        return self.adds and self.seen - count >= prompt
+
     def crop(self, tokens_to_remove: int) -> None:
-        """ModelError: a compression cannot be undone."""
-        if tokens_to_remove:
+        """Take back the last tokens, if they came after a prompt that is compressed once."""
+        count = abs(tokens_to_remove)
+        if count and not self.gives_back(count):
             raise NotImplementedError(
                 "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "
-                "copy.deepcopy of the cache from before the tokens that may have to go"
+                "branch() of the cache from before the tokens that may have to go"
             )
+        if count:
+            self._give_back(count)
+
+    def _give_back(self, count: int) -> None:
+        self.keys, self.values, self.seen = self.keys[:, :, :-count], self.values[:, :, :-count], self.seen - count
 
     def activate_past_recording(self) -> None:
-        """ModelError: assisted decoding takes tokens back."""
-        raise NotImplementedError(
-            "assisted and speculative decoding take tokens back, which a compressed memory cannot: "
-            "call generate without assistant_model and prompt_lookup_num_tokens, or use method 'full'"
-        )
+        """NotImplementedError where assisted decoding would take back what cannot be."""
+        if not self.adds:
+            raise NotImplementedError(GUESSES)
 
     def branch(self) -> Memory:
         """An independent continuation of this memory. Tensors are shared, because none is changed in place."""

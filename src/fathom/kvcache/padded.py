@@ -115,6 +115,20 @@ class Padded(Memory):
         """Repeat each row."""
         self.batch_select_indices(torch.arange(len(self.pads)).repeat_interleave(repeats))
 
+    @property
+    def adds(self) -> bool:
+        """Whether tokens after the prompt are only added in every row."""
+        return all(memory.adds for memory in self.memories.values())
+
+    def gives_back(self, count: int) -> bool:
+        """Whether the last `count` tokens of every row can be taken back."""
+        return all(memory.gives_back(count) for memory in self.memories.values())
+
+    def _give_back(self, count: int) -> None:
+        for memory in self.memories.values():
+            memory.crop(-count)
+        self.seen -= count
+
     def offload(self) -> None:
         """Move all entries to the CPU."""
         for memory in self.memories.values():
