@@ -69,7 +69,7 @@ $(TRITON)/.ready:
 	$(BIN)/python -m pip install --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5' 'liger-kernel>=0.6'
 	@touch $@
 
-# Everything on a GPU that is not there (docs/how-to/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.
+# Everything on a GPU that is not there (CONTRIBUTING.md), with torch's CUDA build, 5 GB, in an environment of its own.
 DRY := .venv-gpu-dry
 DRY_PYTHON ?= python3.13
 gpu-dry: $(DRY)/.ready
