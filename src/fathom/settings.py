@@ -164,7 +164,7 @@ def convert(hint: Any, value: Any) -> Any:
 
 
 def _read(hint: Any, value: Any, name: str) -> Any:
-    """A word as YAML, where the hint is not text; a single item as a list; an integer as the number that is asked."""
+    """Convert a value to its hint: a word is read as YAML unless text is asked, a single item becomes a list."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, str):
         if hint is types.NoneType and value == "null":

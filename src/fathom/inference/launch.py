@@ -143,7 +143,7 @@ def serve(
     keys = _keys(chosen)
     if (chosen.speculate is not None or chosen.lookup) and chosen.kvcache not in (None, "full"):
         named = "lookup" if chosen.speculate is None else "speculate"
-        raise SettingsError(f"`{named}` takes back what it wrote: leave out `kvcache`")
+        raise SettingsError(f"`{named}` needs a cache that can drop tokens: leave out `kvcache`")
     if chosen.layout not in LAYOUTS:
         raise SettingsError(f"layout={chosen.layout}: allowed: {', '.join(LAYOUTS)}")
     listener = _bind(host, port)

@@ -149,7 +149,7 @@ class FathomConfig(DecoderConfig):
         if self.experts == 0:
             return
         if self.host:
-            raise ValueError(f"experts={self.experts}: a {self.host} model has its own MLPs")
+            raise ValueError(f"experts={self.experts}: the MLPs of a {self.host} model cannot be replaced")
         if not 1 <= self.experts_per_token <= self.experts:
             raise ValueError(
                 f"experts_per_token must be between 1 and experts ({self.experts}), got {self.experts_per_token}"

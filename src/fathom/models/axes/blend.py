@@ -235,7 +235,7 @@ def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: Blend
 def mixing_cost(
     config: DecoderConfig, visits: Sequence[Visit], options: BlendOptions, mixer: type[BlendedMixer]
 ) -> Cost:
-    """Cost of blending a mixer's values; learned gates have parameters, and a gain where there is no source too."""
+    """Cost of blending a mixer's values. Learned gates have parameters, and a gain in every layer."""
     width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(v.sources) for v in visits)
     if not options.learned:
         return Cost(elementwise_flops=3 * width * mixing * options.blends)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WayGains(nn.Module):
-    """The weights by which the norms of keys and of values differ from that of queries."""
+    """Weights of the norms of keys and of values, relative to those of the queries' norm."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
