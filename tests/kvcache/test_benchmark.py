@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 from benchmarks import kvcache as benchmark
-from benchmarks import kvcache_frontier, kvcache_smollm2, kvcache_tuned
+from benchmarks import kvcache_frontier, kvcache_ruler, kvcache_smollm2, kvcache_tuned
 
 from fathom.kvcache import METHODS
 from fathom.kvcache.whole import WHOLE
@@ -145,6 +145,35 @@ def test_the_page_by_bytes_has_the_table_and_the_picture_of_its_log():
     log, picture = PLACE / "results" / "kvcache-frontier.jsonl", PLACE.parent / "docs" / "pictures" / "frontier.svg"
     assert [line for line in page.splitlines() if line.startswith("|")] == [*kvcache_frontier.table(log)]
     assert picture.read_text(encoding="utf-8") == kvcache_frontier.picture(log)
+
+
+def test_the_page_on_ruler_has_the_table_of_its_log():
+    page = (PLACE.parent / "docs" / "results" / "2026-11-30-caches-ruler.md").read_text(encoding="utf-8")
+    log = PLACE / "results" / "kvcache-ruler.jsonl"
+    assert [line for line in page.splitlines() if line.startswith("|")] == [*kvcache_ruler.table(log)]
+    asked = [(line["task"], line["number"]) for line in kvcache_ruler.lines(log) if line["cache"] == "kvzip"]
+    assert len(asked) == len(set(asked)) >= 20
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_multikey_1", "niah_multiquery"])
+def test_a_question_is_asked_as_ruler_asks_it(task):
+    """One needle is named in the singular; what is asked for is planted, and the same for every cache."""
+    asked, again = (kvcache_ruler.ask(task, 3, ["It was late. Nobody came."], Words()) for _ in range(2))
+    assert asked == again != kvcache_ruler.ask(task, 4, ["It was late. Nobody came."], Words())
+    several = task == "niah_multiquery"
+    assert asked.question.startswith("What are all the special" if several else "What is the special magic number for ")
+    assert asked.context.startswith(
+        f"{'Some special magic numbers are' if several else 'A special magic number is'} hidden"
+    )
+    assert len(asked.answers) == (4 if several else 1) and all(f" is: {one}." in asked.context for one in asked.answers)
+    assert 600 < len(asked.context.split()) <= kvcache_ruler.LENGTH
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def __call__(self, text, **kwargs):
+        return {"input_ids": text.split()}
 
 
 def test_intervals_are_over_documents_that_every_cache_has_read(tmp_path):

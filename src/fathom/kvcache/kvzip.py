@@ -4,7 +4,8 @@
 
 The context is read once with a full cache. Then the model is asked to repeat it, chunk by chunk: an input is a request
 and the chunk's tokens. An entry's score is the most attention that any token of the input that repeats its chunk pays
-to it. No question is needed, so one compressed context serves many.
+to it. No question is needed, so one compressed context serves many. Each head keeps as many entries as any other; the
+paper's heads and layers share one budget.
 """
 
 from __future__ import annotations
