@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from fathom.errors import SettingsError
 from fathom.inference.control import special_names
 from fathom.inference.grammar import json_grammar
-from fathom.inference.structure import Clock, Grammars
+from fathom.inference.structure import Grammars, MatcherClock
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
 
@@ -44,7 +44,7 @@ def grammars_of(tokenizer: PreTrainedTokenizerBase, apart: bool = False) -> Gram
 
 def checked(grammars: Grammars, schema: Mapping[str, Any], seed: int) -> str:
     """How an answer ends: `valid`, `length`, or what is wrong with it."""
-    clock = Clock()
+    clock = MatcherClock()
     clock.masks = 10**6  # so that no answer ends for its time
     try:
         constraint = grammars.begin(grammars.compile(json_grammar(schema)), clock)
@@ -91,7 +91,7 @@ def hostile() -> dict[str, Any]:
         except SettingsError as error:
             ends[f"refused: {re.sub('[0-9]+|`.*', 'N', str(error))[:60]}"] += 1
             continue
-        clock, began = Clock(), time.thread_time()
+        clock, began = MatcherClock(), time.thread_time()
         _, why = answer(grammars, grammars.begin(compiled, clock), 0)
         ends[why] += 1
         most = max(most, clock.seconds, time.thread_time() - began if not clock.masks else 0.0)

@@ -11,7 +11,7 @@ from scipy import stats
 
 from fathom.checkpoints.export import export
 from fathom.cli.main import main
-from fathom.deepen.exits import GRID, Bound, Reader, betting, chosen, exiting, student
+from fathom.deepen.exits import GRID, Bound, ThresholdReader, betting, chosen, exiting, student
 from fathom.deepen.spans import Document
 from fathom.errors import SettingsError
 from fathom.models import FathomForCausalLM
@@ -118,7 +118,7 @@ def written(model, count, length):
 
 
 def calibrated(model, documents, bound):
-    reader = Reader(exiting(model), documents)
+    reader = ThresholdReader(exiting(model), documents)
     measured = []
 
     def differences(place):
@@ -134,7 +134,7 @@ def test_idle_trips_are_saved_and_others_are_not(count):
     bound = Bound(documents=count, test="t" if count < 1000 else "betting")
     grid = len(GRID) if count >= 1000 else 3
     idle = planted(True)
-    reader = Reader(exiting(idle), written(idle, count, 8))
+    reader = ThresholdReader(exiting(idle), written(idle, count, 8))
     assert (reader.full == reader.read(0.0)[0]).all(), "an oracle stops every token after one trip"
     place = chosen(lambda place: reader.measured(GRID[len(GRID) - grid + place])[0], bound, grid)
     assert place is not None

@@ -86,7 +86,7 @@ def test_other_threads_go_on_while_a_conversation_is_read():
         while not over.wait(0.001):
             counted.append(time.perf_counter())
 
-    read = control.Reader.ids
+    read = control.RenamedTokenizer.ids
 
     def noting(self, text, mark):
         began.append(time.perf_counter())
@@ -96,7 +96,7 @@ def test_other_threads_go_on_while_a_conversation_is_read():
 
     beside = threading.Thread(target=count)
     beside.start()
-    with mock.patch.object(control.Reader, "ids", noting):
+    with mock.patch.object(control.RenamedTokenizer, "ids", noting):
         chat(tokenizer, ATTACK + " the depth of a river" * 8_000)
     over.set()
     beside.join()

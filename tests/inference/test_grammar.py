@@ -9,7 +9,7 @@ import pytest
 from fathom.errors import SettingsError
 from fathom.inference.control import special_names
 from fathom.inference.grammar import WHITESPACE, json_grammar
-from fathom.inference.structure import Clock, Constraint, Grammars
+from fathom.inference.structure import Constraint, Grammars, MatcherClock
 from tests.inference.schemas import hostile_schemas, random_schema
 from tests.tiny import in_pieces, piece_tokenizer, tiny_tokenizer
 
@@ -158,7 +158,7 @@ def test_answers_to_random_schemas_are_valid(grammars):
         except SettingsError:
             continue
         accepted += 1
-        clock = Clock()
+        clock = MatcherClock()
         clock.masks = 10**6  # time is another test's
         text, why = answer(grammars, grammars.begin(compiled, clock), seed)
         ended.append(why)

@@ -208,7 +208,7 @@ def test_a_server_reads_the_vocabulary_before_it_is_asked(tokenizer):
 
 def test_a_requests_masks_have_so_much_time(tokenizer, grammars):
     """All texts of a request together; another request's go on."""
-    compiled, clock = grammars.compile(regex_grammar("[a-z]{40}")), structure.Clock()
+    compiled, clock = grammars.compile(regex_grammar("[a-z]{40}")), structure.MatcherClock()
     slow, other = [grammars.begin(compiled, clock) for _ in range(2)], grammars.begin(compiled)
     clock.seconds = structure.FREE + 30 * structure.EACH
     (_, one), (_, two), (text, why) = texts(model_of({}), tokenizer, [*slow, other])

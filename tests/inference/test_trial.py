@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fathom.inference.grammar import Vocabulary, choice_grammar, json_grammar, lark_grammar, matcher_of, regex_grammar
-from fathom.inference.trial import GrammarError, LateError, Trial, attempt
+from fathom.inference.trial import GrammarError, GrammarTrial, LateError, attempt
 from tests.tiny import tiny_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")
@@ -31,7 +31,7 @@ def vocabulary():
 
 @pytest.fixture(scope="module")
 def tries(vocabulary):
-    return Trial(vocabulary)
+    return GrammarTrial(vocabulary)
 
 
 @pytest.mark.parametrize("kind", SOUND)
@@ -54,7 +54,7 @@ def test_one_that_takes_too_long_is_stopped(tries, kind):
 @pytest.mark.slow
 def test_limits_stop_a_fork_alone(vocabulary, monkeypatch, tmp_path):
     """A grammar whose compilation never ends, and one that takes all memory."""
-    shared = Trial(vocabulary)
+    shared = GrammarTrial(vocabulary)
     code = tmp_path / "sitecustomize.py"
     monkeypatch.syspath_prepend(str(tmp_path))
     code.write_text(

@@ -81,7 +81,7 @@ class Int8Linear(nn.Module):
         return self
 
 
-class Gate(nn.Module):
+class FewOutputs(nn.Module):
     """A linear layer of few outputs, whose rows are summed one by one.
 
     A product of matrices sums in an order that depends on the number of rows, and eight bits enlarge the difference.
@@ -105,7 +105,7 @@ def quantise(model: nn.Module) -> int:
     """Store the weights of a model's linear layers in eight bits, in place; returns how many layers.
 
     The embeddings are unchanged, and a head that shares them gets its own eight-bit copy. Layers of few outputs keep
-    their weights and become a `Gate`; those of few inputs, quantized layers and layers with hooks are unchanged.
+    their weights and become a `FewOutputs`; those of few inputs, quantized layers and layers with hooks are unchanged.
 
     Args:
         model: The model, which can then no longer be trained or saved.
@@ -113,12 +113,12 @@ def quantise(model: nn.Module) -> int:
     fault = refusal(model)
     if fault is not None:
         raise SettingsError(f"weights=int8: {fault}")
-    made: dict[int, Int8Linear | Gate] = {}
+    made: dict[int, Int8Linear | FewOutputs] = {}
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if isinstance(child, nn.Linear) and is_plain(child):
                 if id(child) not in made:
-                    made[id(child)] = Int8Linear(child) if fits(child) else Gate(child)
+                    made[id(child)] = Int8Linear(child) if fits(child) else FewOutputs(child)
                 setattr(parent, name, made[id(child)])
     if not (count := sum(isinstance(one, Int8Linear) for one in made.values())):
         raise SettingsError("weights=int8: this model has no linear layers that can be stored so")

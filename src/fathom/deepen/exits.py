@@ -160,7 +160,7 @@ class Chosen:
         return asdict(self) | {"directory": str(self.directory)}
 
 
-class Reader:
+class ThresholdReader:
     """A model that reads documents with one τ after another."""
 
     def __init__(self, model: FathomForCausalLM, documents: Sequence[Document]) -> None:
@@ -219,7 +219,7 @@ def set_exit(
     model, tokenizer = exiting(opened.model), opened.tokenizer
     if tokenizer is None:
         raise SettingsError(f"{source}: has no tokenizer to read the text with")
-    reader, tested = Reader(model, _documents(tokenizer, text, bound, model)), list[Measured]()
+    reader, tested = ThresholdReader(model, _documents(tokenizer, text, bound, model)), list[Measured]()
 
     def differences(place: int) -> Array:
         found, summary = reader.measured(GRID[place])
@@ -229,7 +229,7 @@ def set_exit(
     place = chosen(differences, bound)
     confidence, elsewhere = None if place is None else GRID[place], list[Measured]()
     if confidence is not None and shifted:
-        elsewhere = [Reader(model, _documents(tokenizer, shifted, bound, model)).measured(confidence)[1]]
+        elsewhere = [ThresholdReader(model, _documents(tokenizer, shifted, bound, model)).measured(confidence)[1]]
     model.config.recurrence_options["exit_confidence"] = confidence
     made = Chosen(Path(out), bound, confidence, model.model.served_trips, tested, elsewhere)
     export(model, made.directory, tokenizer)

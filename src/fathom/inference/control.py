@@ -27,7 +27,7 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 
 @dataclass(frozen=True)
-class Reader:
+class RenamedTokenizer:
     """A copy of a tokenizer with other names for the special tokens."""
 
     tokenizer: Tokenizer
@@ -82,7 +82,7 @@ def plain_ids(
 
 
 @lru_cache(8)
-def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
+def _reader(tokenizer: PreTrainedTokenizerBase) -> RenamedTokenizer:
     refusal = SettingsError("a message contains a control token, which this tokenizer cannot encode as plain text")
     if not tokenizer.is_fast:
         raise refusal
@@ -105,7 +105,7 @@ def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
         raise refusal from error
     if any(made.token_to_id(new) != tokenizer.convert_tokens_to_ids(old) for old, new in names.items()):
         raise refusal
-    return Reader(made, names, any_of(names))
+    return RenamedTokenizer(made, names, any_of(names))
 
 
 def _texts(value: object) -> Iterator[str]:

@@ -13,7 +13,7 @@ from fathom.inference.api import HALF, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.grammar import json_grammar, lark_grammar
-from fathom.inference.structure import Clock, Compiled, Constraint, Grammars
+from fathom.inference.structure import Compiled, Constraint, Grammars, MatcherClock
 from fathom.inference.tools import CallReader, Notation, notation, schema_of, tool_grammar
 from fathom.inference.trial import GrammarError, LateError
 
@@ -45,7 +45,7 @@ class Shape:
     grammars: Grammars
     wanted: Wanted
     grammar: Compiled
-    clock: Clock = field(default_factory=Clock)
+    clock: MatcherClock = field(default_factory=MatcherClock)
 
     @property
     def special(self) -> bool:

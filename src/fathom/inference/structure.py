@@ -23,7 +23,7 @@ from torch import Tensor
 from fathom.errors import SettingsError
 from fathom.inference.control import any_of
 from fathom.inference.grammar import Vocabulary, matcher_of, reason
-from fathom.inference.trial import GUESSED, QUICK, Trial, Tried, attempt, possible
+from fathom.inference.trial import GUESSED, QUICK, GrammarTrial, Tried, attempt, possible
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -49,7 +49,7 @@ class Compiled:
 
 
 @dataclass
-class Clock:
+class MatcherClock:
     """Processor time that the matchers of one request took."""
 
     seconds: float = 0.0
@@ -78,7 +78,7 @@ class Constraint:
         never: Tokens that are never allowed.
     """
 
-    def __init__(self, grammar: Compiled, ends: frozenset[int], clock: Clock, never: Sequence[int] = ()) -> None:
+    def __init__(self, grammar: Compiled, ends: frozenset[int], clock: MatcherClock, never: Sequence[int] = ()) -> None:
         self.grammar, self.ends, self.clock, self._never = grammar, ends, clock, never
         self._matcher, self._stuck = grammar.matcher.deep_copy(), False
         self._taken: list[int] = []  # the tokens that the matcher has consumed
@@ -176,9 +176,9 @@ class Grammars:
                 self._kept.popitem(last=False)
         return made
 
-    def begin(self, grammar: Compiled, clock: Clock | None = None) -> Constraint:
+    def begin(self, grammar: Compiled, clock: MatcherClock | None = None) -> Constraint:
         """The constraint of another text for a compiled grammar; the texts of a request share a clock."""
-        return Constraint(grammar, self.ends, clock or Clock(), self._never)
+        return Constraint(grammar, self.ends, clock or MatcherClock(), self._never)
 
     @property
     def _never(self) -> list[int]:
@@ -204,12 +204,12 @@ class Grammars:
         return self._trial.run(grammar, parts, QUICK) if quick else self._long_trial.run(grammar, parts)
 
     @cached_property
-    def _trial(self) -> Trial:
-        return Trial(self._vocabulary)
+    def _trial(self) -> GrammarTrial:
+        return GrammarTrial(self._vocabulary)
 
     @cached_property
-    def _long_trial(self) -> Trial:
-        return Trial(self._vocabulary)
+    def _long_trial(self) -> GrammarTrial:
+        return GrammarTrial(self._vocabulary)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -69,7 +69,7 @@ def attempt(words: object, grammar: str, parts: Sequence[str] = ()) -> str:
     return text
 
 
-class Trial:
+class GrammarTrial:
     """The helper process, started with the first grammar and ended with this object or this process.
 
     Args:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
 
 
-class Kept:
+class KeepsLogits:
     """Mixed into what routes: it keeps the router's logits of a call for the layer, which takes them at once. A layer
     that is recomputed returns them again, and nothing is counted twice."""
 
@@ -35,7 +35,7 @@ class Kept:
         return logits
 
 
-class SparseFeedForward(Kept, nn.Module):
+class SparseFeedForward(KeepsLogits, nn.Module):
     """Experts with the parameters of `FeedForward`, and their router."""
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..axes.fields import DecoderConfig
-from ..decoder.experts import Kept
+from ..decoder.experts import KeepsLogits
 from .mixed import Made, mixed
 
 
-class Router(Made, Kept):
+class Router(Made, KeepsLogits):
     """Mixed into a family's router."""
 
     top_k: int
