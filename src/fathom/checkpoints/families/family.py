@@ -45,7 +45,7 @@ class Rounding:
     bfloat16: float = 0.03
 
 
-ONE_PRODUCT = Rounding("the class computes queries, keys and values in one product, Fathom in three")
+ONE_PRODUCT = Rounding("the class has one product for queries, keys and values")
 
 
 @dataclass(frozen=True)
