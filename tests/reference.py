@@ -115,12 +115,11 @@ def keys() -> str:
     )
     for title, rows in sections:
         lines += [f"## {title}", "", *listed(_key(*row) for row in rows), ""]
-    pages = ", ".join(f"[`{name}`]({page})" for name, page in MECHANISM_PAGES.items())
     lines += [
         "## Mechanisms",
         "",
         "Options stand under `model.mixer_options`, `model.residual_options` and `model.recurrence_options`.",
-        f"The page of a mechanism has its own options: {pages}.",
+        "The [page of a mechanism](../explanation/which_mechanism.md#in-one-table) has its own options.",
         "",
         "Options of several mechanisms:",
         "",
