@@ -40,8 +40,8 @@ def commands() -> list[list[str]]:
 
 
 def shown() -> list[str]:
-    """The page's outputs, with folded lines as one."""
-    return [re.sub(r"\n  \(", " (", body).rstrip("\n") for language, body in BLOCKS if language == "text"]
+    """The page's outputs, with folded lines as one; `console` is that of a run whose result is its own."""
+    return [re.sub(r"\n  \(", " (", body).rstrip("\n") for language, body in BLOCKS if language in ("text", "console")]
 
 
 def test_the_output_of_deepen() -> None:
