@@ -6,13 +6,34 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fathom.kvcache import METHODS, build_cache, cache_bytes, compressed, load_cache, save_cache
+from fathom.kvcache import (
+    METHODS,
+    PyramidKV,
+    build_cache,
+    cache_bytes,
+    compressed,
+    load_cache,
+    press,
+    reconstruct,
+    save_cache,
+)
 from fathom.kvcache.method import Selection
+from fathom.kvcache.press import Press
 
 from .cases import cache_of, cached, model_of, tokens
 from .test_whole import FP8
 
 QUESTION = tokens(3, 40, seed=9)
+
+
+class Newest:
+    """A scorer as kvpress has them."""
+
+    def __init__(self, compression_ratio):
+        self.compression_ratio = compression_ratio
+
+    def score(self, module, hidden, keys, values, attentions, kwargs):
+        return torch.arange(keys.shape[2], dtype=keys.dtype).expand(keys.shape[:3])
 
 
 def reads(model, method, how):
@@ -22,7 +43,8 @@ def reads(model, method, how):
         mask[1, :40], mask[2, :80] = 0, 0
     if how == "rolling":
         return model(ids, past_key_values=cache_of(model, method)).past_key_values
-    with compressed(model, method, ratio=0.25, while_decoding=how == "while decoding"):
+    share = {} if isinstance(method, type) and issubclass(method, Press) else dict(ratio=0.25)
+    with compressed(model, method, while_decoding=how == "while decoding", **share):
         return model(ids, attention_mask=mask).past_key_values
 
 
@@ -76,8 +98,38 @@ def test_a_method_of_ones_own(monkeypatch, tmp_path):
     monkeypatch.delitem(METHODS, "newest")
     with pytest.raises(ValueError, match="'newest' is not in METHODS"):
         load_cache(model, path)
-    with pytest.raises(ValueError, match="a cache of newest cannot be stored"):
+    with pytest.raises(ValueError, match="a cache of newest cannot be stored while"):
         save_cache(cache, path)
+
+
+@torch.no_grad()
+@pytest.mark.quick("press-padded", "pyramidkv-once")
+@pytest.mark.parametrize("how", ["once", "padded"])
+@pytest.mark.parametrize("method", ["press", "pyramidkv"])
+def test_what_a_method_without_a_name_has_left(method, how, tmp_path):
+    """No compression follows, so the file is read without the method; its own positions and lengths stay."""
+    model, newest = model_of("llama"), press(Newest(0.5))
+    cache = reads(model, newest if method == "press" else PyramidKV, how)
+    save_cache(cache, tmp_path / "context")
+    loaded = load_cache(model, tmp_path / "context")
+    expected = model(QUESTION, past_key_values=cache.branch()).logits
+    assert torch.equal(model(QUESTION, past_key_values=loaded.branch()).logits, expected)
+    loaded.reset()
+    with pytest.raises(ValueError, match="holds one prompt"):
+        model(tokens(3, 90), past_key_values=loaded)
+    again = build_cache(model, newest, window=16)
+    model(tokens(3, 20), past_key_values=again)
+    with pytest.raises(ValueError, match="while compressions may follow"):
+        save_cache(again, tmp_path / "context")
+
+
+@torch.no_grad()
+def test_a_reconstructed_context_is_stored(tmp_path):
+    model = model_of("llama")
+    cache = reconstruct(model, tokens(1, 60), torch.tensor([[5, 6]]))
+    save_cache(cache, tmp_path / "context")
+    loaded = load_cache(model, tmp_path / "context")
+    assert torch.equal(*(model(QUESTION[:1], past_key_values=each).logits for each in (cache, loaded)))
 
 
 @torch.no_grad()

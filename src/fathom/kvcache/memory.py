@@ -11,6 +11,7 @@ So after the first compression keys are stored without their rotation, and rotat
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -245,10 +246,16 @@ class Memory(CacheLayerMixin):
         """Whether tokens after the prompt are only added, so that they can be taken back."""
         return type(self) is Memory and self.state is None and isinstance(self.schedule, Once)
 
+    @property
+    def prompt(self) -> int | float:
+        """Tokens after which no compression follows: infinity in a cache that is compressed again and again."""
+        if not isinstance(self.schedule, Once):
+            return math.inf
+        return 0 if self.schedule.window == UNTOUCHED else self.schedule.window
+
     def gives_back(self, count: int) -> bool:
         """Whether the last `count` tokens can be taken back: no compression has seen them."""
-        prompt = 0 if self.schedule.window == UNTOUCHED else self.schedule.window
-        return self.adds and self.seen - count >= prompt
+        return self.adds and self.seen - count >= self.prompt
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take back the last tokens, if they came after a prompt that is compressed once."""

@@ -1,6 +1,7 @@
 """Compressed caches on disk: a context that was read once, for questions in another process.
 
-A file is in safetensors: the entries of all layers, with the method, its schedules and the padding in the header.
+A file is in safetensors: the entries of all layers, with the method, its schedules and the padding in the header. After
+a prompt that is compressed once no method is needed any more, so what a press of kvpress has left is stored too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 from .build import METHODS, config_of
 from .cache import MemoryCache
 from .memory import Memory
-from .method import Method
+from .method import Held, Method, Selection
 from .padded import Padded
 from .rope import Rope, refuse
 from .schedule import Eager, Once, Schedule
@@ -33,15 +34,40 @@ STORED = ("keys", "values", "first", "queries")
 """Tensors of a layer; the last two are None in some."""
 
 
+class Kept(Selection):
+    """What a method without a name has chosen of a prompt: entries are added to it, and none are chosen again.
+
+    Args:
+        schedule: That of the prompt.
+        rope: The model's rotation.
+        observed: As of the method that chose.
+        moves: Whether the entries got consecutive positions.
+    """
+
+    name, by_name = "kept", False
+
+    def __init__(self, schedule: Schedule, rope: Rope, observed: int = 0, moves: bool = True) -> None:
+        super().__init__(schedule, rope)
+        self.observed, self.moves = observed, moves
+
+    def scores(self, held: Held) -> Tensor:
+        """ValueError: the method is not in the file."""
+        raise ValueError("a cache from a file holds one prompt: read another one into a new cache")
+
+
 def save_cache(cache: MemoryCache, path: str | Path) -> None:
     """Write a cache of growing memories, with its entries, to a safetensors file."""
-    if METHODS.get(cache.method.name) is not type(cache.method) or not cache.method.by_name:
-        raise ValueError(f"a cache of {cache.method.name} cannot be stored: METHODS does not make this method")
     if not cache.seen:
         raise ValueError("this cache is empty: read the context before it is stored")
-    layers = [_described(layer) for layer in cache.layers]
+    name = cache.method.name
+    named = METHODS.get(name) is type(cache.method) and cache.method.by_name
+    layers = [_described(layer, type(cache.method) if named else Kept) for layer in cache.layers]
+    if not named and not all(part.seen >= part.prompt for layer in cache.layers for part in _memories(layer)):
+        raise ValueError(
+            f"a cache of {name} cannot be stored while compressions may follow: METHODS does not make this method"
+        )
     about = {
-        "method": cache.method.name,
+        "method": name if named else Kept.name,
         "angles": cache.method.rope.angles.hex(),
         "seen": cache.seen,
         "offset": cache.offset,
@@ -68,7 +94,7 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
         if about is None:
             raise ValueError(f"{path}: not a cache that save_cache wrote")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # it is no mapping
-    if about["method"] not in METHODS:
+    if about["method"] not in METHODS and about["method"] != Kept.name:
         raise ValueError(f"{path}: method {about['method']!r} is not in METHODS: add it before the cache is loaded")
     config = config_of(model)
     refuse(config, 0)
@@ -89,30 +115,36 @@ def _parts(layer: CacheLayerMixin) -> dict[int, CacheLayerMixin]:
     return dict(layer.memories) if isinstance(layer, Padded) else {0: layer}
 
 
+def _memories(layer: CacheLayerMixin) -> list[Memory]:
+    """What holds the entries of a layer that is compressed."""
+    return [part for part in _parts(layer).values() if isinstance(part, Memory)]
+
+
 def _state(layer: object) -> State | None:
     """The state of a layer, alone or beside its entries."""
     return layer.state if isinstance(layer, Memory) else layer if isinstance(layer, State) else None
 
 
-def _described(layer: CacheLayerMixin) -> dict[str, object]:
-    """A layer without its tensors."""
+def _described(layer: CacheLayerMixin, kind: type[Method]) -> dict[str, object]:
+    """A layer without its tensors, whose methods will be of a class."""
     if not isinstance(layer, CacheLayerMixin):
         return {"keeps": "no keys"}
     if type(layer) is DynamicSlidingWindowLayer:
         return {"sees": layer.sliding_window}
     if type(layer) not in (Memory, Padded):
         raise ValueError(
-            f"a cache of {type(layer).__name__} layers cannot be stored: build it without static, quantized"
+            f"a cache of {type(layer).__name__} layers cannot be stored: build it without static, quantized or a "
+            "press for decoding"
         )
     assert isinstance(layer, Memory)
     methods: dict[object, Method] = {"": layer.method}
     methods |= {pad: part.method for pad, part in _parts(layer).items() if isinstance(part, Memory)}
-    return {"layer": layer.layer, "methods": {str(pad): _recipe(method) for pad, method in methods.items()}}
+    return {"layer": layer.layer, "methods": {str(pad): _recipe(method, kind) for pad, method in methods.items()}}
 
 
-def _recipe(method: Method) -> dict[str, object]:
-    """Schedule and options: what the method's class takes, under the names of its attributes."""
-    options = list(inspect.signature(type(method)).parameters)[2:]
+def _recipe(method: Method, of: type[Method]) -> dict[str, object]:
+    """Schedule and options: what the class takes, under the names of the method's attributes."""
+    options = list(inspect.signature(of).parameters)[2:]
     kind = type(method.schedule).__name__
     return {"schedule": [kind, asdict(method.schedule)], "options": {name: getattr(method, name) for name in options}}
 
@@ -133,7 +165,9 @@ def _layer(
 
     def method(pad: object) -> Method:
         kind, numbers = said["methods"][str(pad)]["schedule"]
-        return METHODS[about["method"]](SCHEDULES[kind](**numbers), rope, **said["methods"][str(pad)]["options"])
+        return METHODS.get(about["method"], Kept)(
+            SCHEDULES[kind](**numbers), rope, **said["methods"][str(pad)]["options"]
+        )
 
     layer: CacheLayerMixin
     if "sees" in said:
