@@ -40,7 +40,7 @@ LONG, WAITING = 800, 4
 FIRST_COME = """
 import sys, fathom.inference.engine as engine
 from fathom.cli.main import main
-engine.in_order, engine.interrupts = list, lambda new, reading: False
+engine.in_order, engine.interrupts = lambda jobs, first=False: list(jobs), lambda *of: False
 sys.exit(main(sys.argv[1:]))
 """
 """A server that reads prompts in the order in which they came."""

@@ -14,6 +14,7 @@ from fathom.inference.schedule import (
     BOUND,
     CHUNK,
     FEW,
+    FIRST_PART,
     LEAST,
     PATIENCE,
     READ,
@@ -23,6 +24,8 @@ from fathom.inference.schedule import (
     interrupts,
     learned,
     most_rows,
+    rest,
+    taken,
 )  # fmt: skip
 from fathom.kvcache.policy import Policy
 from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
@@ -70,13 +73,26 @@ def test_the_shortest_is_read_first_but_none_for_ever():
         read += 10
     assert (PATIENCE - 1) * 100 < read <= PATIENCE * 100
     assert interrupts(Prompt(10), Prompt(100)) and not interrupts(Prompt(60), Prompt(100))
-    assert not interrupts(Prompt(10), Prompt(100, 100 * PATIENCE))
+    waited = Prompt(100, 100 * PATIENCE)
+    assert not interrupts(Prompt(10), waited) and in_order([Prompt(10), waited])[0] is waited
+
+
+def test_a_prompt_of_a_few_tokens_is_first_in_a_turn():
+    """However long others have waited, and they are read in the rest of it; further texts of a request go after all."""
+    few, waited = Prompt(10), Prompt(100, 200 * PATIENCE)
+    assert in_order([waited, few], first=True)[0] is few and interrupts(few, waited, first=True)
+    assert not interrupts(Prompt(40), waited, first=True) and not interrupts(few, Prompt(19), first=True)
+    assert not interrupts(Prompt(1, further=True), few, first=True)
+    assert interrupts(Prompt(1, further=True), Prompt(9, further=True))
+    for share in (LEAST, 48, READ):
+        assert rest(0.0, share) == share and taken(share, share) == 1
+        assert rest(taken(5, share), share) >= LEAST and rest(FIRST_PART, share) <= max(LEAST, share // 2)
 
 
 def test_one_request_has_as_many_rows_as_a_step_has_time_for():
     assert most_rows(None) == most_rows((1, 10.0)) == most_rows((64, 10.0)) == FEW
-    for taken in (0.001, 0.0075, 0.02):
-        assert most_rows((16, 16 * taken)) * taken == pytest.approx(max(BOUND, FEW * taken), abs=taken)
+    for each in (0.001, 0.0075, 0.02):
+        assert most_rows((16, 16 * each)) * each == pytest.approx(max(BOUND, FEW * each), abs=each)
 
 
 class Counted(Engine):
@@ -150,8 +166,8 @@ def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
             assert [one.tokens for one in jobs] == [alone(model, [*one.job.prompt], 2) for one in jobs]
             assert stream.tokens == alone(model, [5, 6], len(stream.tokens))
         with monkeypatch.context() as planted:  # first come, first served
-            planted.setattr(engines, "in_order", list)
-            planted.setattr(engines, "interrupts", lambda new, reading: False)
+            planted.setattr(engines, "in_order", lambda jobs, first=False: list(jobs))
+            planted.setattr(engines, "interrupts", lambda *given: False)
             assert max(waited(running, long, [7, 8, 9])[0]) > 1000
     finally:
         running.join(10)
@@ -224,8 +240,8 @@ def test_a_long_prompt_is_read_beside_short_ones_that_never_end(monkeypatch):
 
     try:
         assert 100 * (PATIENCE - 1) < overtaken() <= 100 * (PATIENCE + 2)
-        monkeypatch.setattr(engines, "in_order", lambda jobs: sorted(jobs, key=lambda job: job.left))
-        monkeypatch.setattr(engines, "interrupts", lambda new, reading: 2 * new.left <= reading.left)
+        monkeypatch.setattr(engines, "in_order", lambda jobs, first=False: sorted(jobs, key=lambda job: job.left))
+        monkeypatch.setattr(engines, "interrupts", lambda new, reading, first: 2 * new.left <= reading.left)
         assert overtaken() > 8 * 150
     finally:
         running.join(10)
@@ -304,6 +320,25 @@ def test_further_texts_of_a_request_are_read_after_others():
             held.set()
             assert [one.wait() for one in [*many, late]] == ["length"] * 7
             assert order.index(late.job) == (6 if request is None else 1)
+    finally:
+        running.join(10)
+
+
+def test_no_prompt_is_read_in_crumbs(monkeypatch):
+    """A pass over a token takes nearly as long as one over sixteen: no prompt of five is read in several, whatever the
+    turn has left of its share."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 16)
+    model, _ = model_of("vanilla")
+    running = Counted(model, BUDGET)
+    held = threading.Event()
+    running.call(lambda: held.wait(60))
+    jobs = [Collected([5 + i] * size, 2, Choice()) for i, size in enumerate((13, 5, 15, 5, 14))]
+    submitted_at_once(running, jobs)
+    held.set()
+    try:
+        assert [one.wait() for one in jobs] == ["length"] * 5
+        assert [count for count in running.log if count != "step" and count < 5] == []
+        assert sum(count != "step" for count in running.log) <= 5
     finally:
         running.join(10)
 

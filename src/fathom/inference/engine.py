@@ -42,7 +42,18 @@ from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
 from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
-from fathom.inference.schedule import LEAST, chunk, in_order, interrupts, learned, most_rows, rank
+from fathom.inference.schedule import (
+    FIRST_PART,
+    LEAST,
+    chunk,
+    in_order,
+    interrupts,
+    learned,
+    most_rows,
+    rank,
+    rest,
+    taken,
+)
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 
@@ -414,8 +425,8 @@ class Engine:
             # Memory that the others release is free before memory is requested.
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(other, other.batch.reserve, *other.rectangle)
-            left = max(1, int((1 - spent) * share))
-            spent += (self._guarded(lane, self._read, lane, jobs, left) or 1) / share
+            part, most = FIRST_PART if not spent and jobs[0].left <= LEAST else 1.0, rest(spent, share)
+            spent += min(part, taken(self._guarded(lane, self._read, lane, jobs, most) or 1, share))
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _share(self, job: Job) -> int:
@@ -431,8 +442,10 @@ class Engine:
         for job in [*waiting, *(job for _, job in self.paused), *([] if reading is None else [reading])]:
             job.passed = read - job.before - (job.read - job.cached)
         paused = [job for _, job in self.paused]
-        able = [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading)]
-        for job in in_order(able):
+        able = (
+            [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading, not spent)]
+        )
+        for job in in_order(able, not spent):
             if job.paused is not None:
                 self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
                 self.paused.remove((self.joining[0], job))
@@ -445,10 +458,10 @@ class Engine:
 
     def _admit(self, job: Job, waiting: Sequence[Job], spent: float) -> bool:
         """Admit a waiting job if there is room, and others that can be read in the same forward pass."""
-        left = int((1 - spent) * self._share(job))
+        left = rest(spent or (FIRST_PART if job.left <= LEAST else 0.0), self._share(job))
         jobs: list[Job] = []
-        rest = (other for others in [waiting] for other in in_order(others) if other is not job)  # sorted if need be
-        for one in chain([job], rest):
+        more = (other for others in [waiting] for other in in_order(others) if other is not job)  # sorted if need be
+        for one in chain([job], more):
             try:
                 held = sum(len(self._held(lane)) for lane in self.lanes.values()) + len(jobs)
                 for_one = min(ROWS - OTHERS, most_rows(self.steps.get(one.trips)))

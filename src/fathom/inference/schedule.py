@@ -1,7 +1,9 @@
 """Which prompt is read next, and how much of it: the one with the fewest tokens left, but no prompt waits for ever.
 
 A prompt that others have overtaken counts as shorter, so it is overtaken by at most `PATIENCE` times its own tokens.
-Then a prompt interrupts it only if it has read as many tokens in a row: a short one waits for one chunk of it.
+Then a prompt interrupts it only if it has read as many tokens in a row. One of a few tokens is the first to be read
+between two steps however long others have waited, and the rest of that turn is theirs: it waits for what is being read,
+and for a step. The further texts of a request let other requests go first.
 Everything is counted in tokens, not in seconds; only the size of a chunk, and how many texts of one request run at a
 time, follow from the time that the latest ones took.
 """
@@ -11,12 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-BOUND = 0.2
+BOUND = 0.15
 """Seconds that a step may take for the texts of one request."""
 CHUNK = 0.15
 """Seconds of a chunk: who comes meanwhile waits for its end, for a step, and for the reading of its own prompt."""
 LEAST, FIRST, READ = 16, 32, 512
 """Tokens of a chunk: at least, before the time of one is known, and at most."""
+PASS = 16
+"""A forward pass takes about as long as so many of its tokens, beside these: it reads all weights."""
+FIRST_PART = 0.5
+"""The part of a turn that short prompts take at most before those that have waited are read."""
 RECENT = 0.5
 """Weight of the last chunk in what is known of their time."""
 PATIENCE = 4
@@ -57,14 +63,37 @@ def rank(prompt: Pending) -> float:
     return prompt.left - prompt.passed / PATIENCE
 
 
-def in_order(prompts: Iterable[P]) -> list[P]:
-    """Prompts in the order in which they are read; equal ones as they came."""
-    return sorted(prompts, key=lambda one: (one.further and one.passed < YIELDED, rank(one)))
+def yields(prompt: Pending) -> bool:
+    """Whether a prompt lets other requests go first."""
+    return prompt.further and prompt.passed < YIELDED
 
 
-def interrupts(new: Pending, reading: Pending) -> bool:
+def in_order(prompts: Iterable[P], first: bool = False) -> list[P]:
+    """Prompts in the order in which they are read; equal ones as they came.
+
+    Args:
+        prompts: Prompts that wait.
+        first: Whether nothing was read since the last step: one of a few tokens goes before those that have waited.
+    """
+    return sorted(prompts, key=lambda one: (yields(one), not (first and one.left <= LEAST), rank(one)))
+
+
+def interrupts(new: Pending, reading: Pending, first: bool = False) -> bool:
     """Whether a prompt is so much shorter than the one that is being read that it goes first."""
-    return SMALLER * new.left <= max(rank(reading), min(reading.left, SMALLER * reading.in_a_row))
+    if yields(new) and not yields(reading):
+        return False
+    in_a_row = max(rank(reading), min(reading.left, SMALLER * reading.in_a_row))
+    return SMALLER * new.left <= (reading.left if first and new.left <= LEAST else in_a_row)
+
+
+def taken(tokens: int, share: int) -> float:
+    """What part of a turn a forward pass of so many tokens takes, if `share` tokens fit into one."""
+    return (PASS + tokens) / (PASS + share)
+
+
+def rest(spent: float, share: int) -> int:
+    """Tokens that fit into what is left of a turn; never less than `LEAST`, since a pass takes its time anyway."""
+    return max(LEAST, int((1 - spent) * (PASS + share)) - PASS)
 
 
 def chunk(fitting: float | None) -> int:
