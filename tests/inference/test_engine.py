@@ -343,7 +343,7 @@ def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
         kind, "read_several", lambda self, prompts: several.append(list(map(len, prompts))) or whole(self, prompts)
     )
     monkeypatch.setattr(kind, "read", lambda self, ids, **how: one.append(len(ids)) or chunk(self, ids, **how))
-    monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 66)
+    monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 82)  # 16 more for each pass
     chance = random.Random(2)
     prompts = [[chance.randrange(3, 61) for _ in range(size)] for size in sizes]
     jobs = [Collected(p, 5, Choice(), trips=1 if len(p) == 3 else None) for p in prompts]
@@ -554,7 +554,7 @@ def test_no_token_is_drawn_from_no_numbers(engine, new, ends):
 @pytest.mark.quick("loop+depth_attention")
 @pytest.mark.parametrize("case", ["loop+depth_attention", "ponder3"])
 def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
-    monkeypatch.setattr("fathom.inference.engine.in_order", list)
+    monkeypatch.setattr("fathom.inference.engine.in_order", lambda jobs, first=False: list(jobs))
     running, model = engine(case, tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[60] = torch.nan
@@ -591,7 +591,7 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
 @pytest.mark.parametrize("case", ["vanilla", "loop+depth_attention-grid", "ponder-hidden-duo"])
 def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
     """A short prompt of several that are read at once is padded behind with its last token, here the damaged one."""
-    monkeypatch.setattr("fathom.inference.engine.in_order", list)
+    monkeypatch.setattr("fathom.inference.engine.in_order", lambda jobs, first=False: list(jobs))
     monkeypatch.setattr("fathom.inference.engine.chunk", lambda seconds: 512)
     running, model = engine(case, tie_word_embeddings=False)
     with torch.no_grad():

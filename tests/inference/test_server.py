@@ -802,7 +802,7 @@ def test_bad_requests_at_once_leave_memory_flat(served):
 
 
 def test_large_bodies_are_parsed_one_at_a_time():
-    """After each the loop, and the engine, which waits for the interpreter, have as long for others as it took."""
+    """After each the loop, and the engine, which waits for the interpreter, have longer for others than it took."""
     parsed = []
 
     async def app(scope, receive, send):
@@ -820,14 +820,16 @@ def test_large_bodies_are_parsed_one_at_a_time():
         await asyncio.gather(*[send(body) for _ in range(6)])
 
     def pauses():
-        return [later[0] - last[1] > 0.9 * (last[1] - last[0]) for last, later in itertools.pairwise(parsed)]
+        return [
+            later[0] - last[1] > 0.9 * gate.PAUSE * (last[1] - last[0]) for last, later in itertools.pairwise(parsed)
+        ]
 
-    door = gate.Gate(app, None, 1 << 16)
-    asyncio.run(crowd(b"[]," * gate.MANY))
-    assert len(parsed) == 6 and all(pauses())
-    parsed.clear()
-    asyncio.run(crowd(b"the depth of it, " * gate.MANY))
-    assert len(parsed) == 6 and not any(pauses())  # a text is parsed in no time
+    ordinary = b"the depth of it, " * (gate.MANY - 1)
+    for body, waits in ((b"[]," * gate.MANY, True), (b"x" * (gate.LARGE + 1), True), (ordinary, False)):
+        door = gate.Gate(app, None, 1 << 20)
+        parsed.clear()
+        asyncio.run(crowd(body))
+        assert len(parsed) == 6 and (all(pauses()) if waits else not any(pauses()))
 
 
 def test_values_of_bodies_count_as_memory(monkeypatch):

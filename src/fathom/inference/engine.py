@@ -50,6 +50,7 @@ from fathom.inference.schedule import (
     interrupts,
     learned,
     most_rows,
+    piece,
     rank,
     rest,
     taken,
@@ -580,7 +581,7 @@ class Engine:
             lane.batch.resume(state)
         elif not job.read:
             self._take_over(lane, job)
-        share = BY_ROWS if self.by_rows else left
+        share = BY_ROWS if self.by_rows else piece(len(job.prompt) - job.read, left)
         whole = len(job.prompt) if not may_chunk(self.model) else min(SCORED, share) if job.score_prompt else share
         end = job.cut if job.read < job.cut else len(job.prompt)
         chunk = job.prompt[job.read : min(end, job.read + whole)]

@@ -21,12 +21,12 @@ from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
-MANY = 2000
-"""A body of more values than this waits for its turn: parsing it holds up the event loop, so one is parsed at a time. A
-long text is parsed in no time."""
+LARGE, MANY = 1 << 16, 2000
+"""A body of more bytes, or of more values, waits for its turn: one is parsed at a time, since that holds up the event
+loop. An ordinary request never waits behind such bodies."""
 VALUE = 80
 """Bytes of a value once it is parsed, beside those of its text: an empty list has three there."""
-PAUSE = 1.0
+PAUSE = 2.0
 """Seconds that the loop has for others after a large body, for each second that parsing it took."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
@@ -136,7 +136,7 @@ class Gate:
         async def again() -> AsgiMessage:
             if not unread:
                 return await asyncio.shield(gone)
-            if _values((body,)) > MANY:
+            if len(body) > LARGE or _values((body,)) > MANY:
                 await self._take_turn()
             return unread.pop()
 

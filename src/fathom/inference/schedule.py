@@ -96,6 +96,11 @@ def rest(spent: float, share: int) -> int:
     return max(LEAST, int((1 - spent) * (PASS + share)) - PASS)
 
 
+def piece(left: int, room: int) -> int:
+    """Tokens to read of a prompt that has so many left: all of them rather than a pass of its own for the last few."""
+    return left if left - room < PASS // 2 else room
+
+
 def chunk(fitting: float | None) -> int:
     """Tokens to read between two tokens of the texts that run: multiples of `LEAST`, so that few shapes occur.
 
