@@ -9,6 +9,7 @@ A further run with the same --rows goes on where the last one ended.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -35,7 +36,7 @@ DISGUISES = {
     "layers cut in two": ("cut layers", "rotate", "cipher"),
     "twice the channels": ("widen", "rotate", "cipher"),
 }
-LARGE = "rotation and cipher, above 2 GB"
+ABOVE = ", above 2 GB"
 
 
 def two_layers(copy: Copy, draw: Draw) -> None:
@@ -83,7 +84,8 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("model", type=Path)
     parser.add_argument("--controls", type=Path, nargs="*", default=[])
     parser.add_argument("--counts", type=int, nargs="+", default=[0, 2, 4], help="how many controls")
-    parser.add_argument("--large", action="store_true", help="the first disguise in float64 too, for pairs above 2 GB")
+    parser.add_argument("--only", nargs="+", choices=DISGUISES, default=list(DISGUISES), help="these disguises")
+    parser.add_argument("--large", action="store_true", help="both models in float64, for pairs above 2 GB")
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=3600, help="of processor time, after which this run ends")
     parser.add_argument("--rows", type=Path, required=True, help="one line a comparison; a further run adds its own")
@@ -93,14 +95,12 @@ def main(words: list[str] | None = None) -> int:
     neutral.EDITS["two layers"] = two_layers
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()] if options.rows.exists() else []
     known = {(row["model"], row["disguise"], row["controls"]) for row in rows}
-    disguises = DISGUISES | ({LARGE: DISGUISES["rotation and cipher"]} if options.large else {})
-    for name, kinds in disguises.items():
-        for count in (n for n in options.counts if n <= len(options.controls)):
-            used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime + time.process_time()
-            if (options.model.name, name, count) in known or used > options.seconds:
-                continue
-            first = made(options.model, (), options.directory / "wide", True)[0] if name == LARGE else options.model
-            copy, change = made(options.model, kinds, options.directory / name.replace(" ", "-"), name == LARGE)
+    for disguise, count in itertools.product(options.only, options.counts):
+        name, large = disguise + ABOVE * options.large, options.large
+        used = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime + time.process_time()
+        if (options.model.name, name, count) not in known and count <= len(options.controls) and used < options.seconds:
+            first = made(options.model, (), options.directory / "wide", True)[0] if large else options.model
+            copy, change = made(options.model, DISGUISES[disguise], options.directory / name.replace(" ", "-"), large)
             found = asked(first, copy, options.controls[:count])
             rows.append({"model": options.model.name, "disguise": name, "controls": count, "logits": change, **found})
             with options.rows.open("a") as file:
