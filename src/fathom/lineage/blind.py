@@ -27,8 +27,8 @@ from fathom.lineage.weights import Told, Weights
 
 FIT, HELD = 12, 3  # most maps for the fit, and layers for the test
 WIDEST = 1024  # eigenvectors that are used
-LEADING = 128  # eigenvectors that are aligned first
-STEPS, WIDE_STEPS = 100, 30  # of the leading ones, which are cheap, and of all
+LEADING = 128  # at most so many leading eigenvectors are aligned first; then twice as many, until all are
+STEPS, FEWEST_STEPS = 100, 4  # of the leading ones; of more, fewer in proportion to what a step costs
 SETTLED = 1e-4
 GOLDEN = 0.618
 NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
@@ -181,9 +181,14 @@ def rotation(a: Basis, b: Basis) -> Array:
     agreement = np.einsum("nij,nij->ij", a.maps, b.maps)
     first = np.linalg.eigh(agreement + agreement.T)[1][:, -1]
     found = np.diag(np.where(first < 0, -1.0, 1.0)).astype(np.float32)
-    few = slice(0, LEADING)
-    found[few, few] = _improved(found[few, few], a.maps[:, few, few], b.maps[:, few, few], STEPS)
-    return found if len(found) <= LEADING else _improved(found, a.maps, b.maps, WIDE_STEPS)
+    sizes = [len(found)]
+    while sizes[0] > LEADING:
+        sizes.insert(0, sizes[0] // 2)
+    for size in sizes:
+        few = slice(0, size)
+        steps = max(FEWEST_STEPS, min(STEPS, STEPS * LEADING**3 // size**3))
+        found[few, few] = _improved(found[few, few], a.maps[:, few, few], b.maps[:, few, few], steps)
+    return found
 
 
 def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
@@ -198,11 +203,9 @@ def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
     return found
 
 
-def frames(a: Weights, b: Weights, fit: Maps) -> list[tuple[Frame, Frame]]:
-    """The shared frame from the maps of the fit, with either sign of the rotation."""
+def frame(a: Weights, b: Weights, fit: Maps) -> tuple[Frame, Frame]:
+    """The shared frame from the maps of the fit, up to a sign of one side."""
     sides = [basis(w, [(one[0], one[1 + side]) for one in fit]) for side, w in enumerate((a, b))]
     most = min(len(side.vectors.T) for side in sides)
     sides = [Basis(side.vectors[:, :most], side.maps[:, :most, :most]) for side in sides]
-    turned = sides[0].vectors @ rotation(*sides)
-    own = Frame("blind", sides[1].vectors)
-    return [(Frame("blind", turned), own), (Frame("blind", -turned), own)]
+    return Frame("blind", sides[0].vectors @ rotation(*sides)), Frame("blind", sides[1].vectors)

@@ -45,6 +45,7 @@ from fathom.lineage.verdict import Findings, Verdict
 from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_weights
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
+CONTROL_FFN_LAYERS = 3  # of controls, in fast mode
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
 OWN_ANCHORS = 4096  # tokens that HuRef takes of each model
 BLIND_NEEDS = "no test without a tokenizer: it needs two layers with known values, outputs and feed-forward weights"
@@ -64,12 +65,14 @@ class Options:
         nonce: Draws the layers and neurons that matching tests look at; drawn afresh by default, so that nobody can
             prepare a model for them. The report prints it, and the same nonce repeats the comparison.
         extras: HuRef's scores, parameter cosine and portraits; None computes them if they are cheap, or in exact mode.
+        most: Layers that T4 and T5 look at, at most; None for no other limit than that of the mode.
     """
 
     mode: str = "fast"
     seed: int = 0
     nonce: int | None = None
     extras: bool | None = None
+    most: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in {"fast", "exact"}:
@@ -83,6 +86,10 @@ class Options:
     def drawn(self) -> int:
         """The nonce, or the seed as long as none was drawn."""
         return self.seed if self.nonce is None else self.nonce
+
+    def of_controls(self) -> Options:
+        """The options of controls, which in fast mode are measured by fewer layers and without HuRef's scores."""
+        return self if self.mode == "exact" else replace(self, extras=False, most=CONTROL_FFN_LAYERS)
 
     def all_of(self, a: Weights, b: Weights) -> bool:
         """Whether nothing is skipped: in exact mode, or for small models."""
@@ -163,7 +170,7 @@ def _unseen(weights: Weights) -> Iterator[str]:
 
 def _layers(a: Weights, b: Weights, options: Options) -> tuple[list[int], list[int]]:
     alike = a.geometry.layers == b.geometry.layers  # else a sample of layers could miss their partners
-    limit = FAST_LAYERS if alike and not options.all_of(a, b) else None
+    limit = FAST_LAYERS if alike and not (options.all_of(a, b) and options.most is None) else None
     ours, theirs = ([w.keyed[at] for at in awm.chosen_layers(len(w.keyed), limit)] for w in (a, b))
     return ours, theirs
 
@@ -220,6 +227,7 @@ def _neurons(
 def _drawn(pairs: list[tuple[int, int]], a: Weights, b: Weights, options: Options) -> list[tuple[int, int]]:
     """The pairs of layers that T4 and T5 look at: all of small models, else some that the nonce draws."""
     limit = len(pairs) if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
+    limit = limit if options.most is None else min(limit, options.most)
     if limit >= len(pairs):
         return pairs
     return sorted(pairs[at] for at in np.random.default_rng(options.drawn).choice(len(pairs), limit, replace=False))
@@ -285,8 +293,10 @@ def _without_tokenizer(
     if not fit or not held:
         return Blind(counts), {}, BLIND_NEEDS
     progress("layers without a tokenizer")
-    tries = [(_in_layers(a, b, frame, held, options), frame) for frame in blind.frames(a, b, fit)]
-    found, frame = max(tries, key=lambda one: sum(count.paired for count in one[0]))
+    one, other = blind.frame(a, b, fit)
+    tries = _held_out(a, b, (one, other), held, options)
+    found = max(tries, key=lambda some: sum(count.paired for count in some))
+    frame = (one if found is tries[0] else replace(one, basis=-one.basis)), other
     counts = counts | {"blind": found}
     if evidence.test_neurons("blind", found, []).p > evidence.ALPHA:
         return Blind(counts), {}, ""
@@ -297,15 +307,16 @@ def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
     return awm.Alignment(rotation=frame[0].basis @ frame[1].basis.T)
 
 
-def _in_layers(
+def _held_out(
     a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], pairs: blind.Pairs, options: Options
-) -> list[NeuronCount]:
-    """Neurons paired in one frame, in each of some pairs of layers."""
+) -> tuple[list[NeuronCount], list[NeuronCount]]:
+    """Neurons paired in the blind frame, in each of some pairs of layers; for either sign of its rotation."""
     gated = a.geometry.gated and b.geometry.gated
-    out = []
+    out: tuple[list[NeuronCount], list[NeuronCount]] = [], []
     for i, j in pairs:
-        seen = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
-        out.append(NeuronCount((i, j), *neurons.agreement(neurons.by_roles(*seen, gated), options.drawn)))
+        one, other = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
+        for some, seen in zip(out, (one, one.turned()), strict=True):
+            some.append(NeuronCount((i, j), *neurons.agreement(neurons.by_roles(seen, other, gated), options.drawn)))
     return out
 
 
@@ -317,11 +328,18 @@ def _by_axes(
     if not alike or not options.all_of(a, b):
         return {}, None
     progress("principal axes")
-    left, right = (neurons.axes(lambda w=w: _table(w)) for w in (a, b))  # type: ignore[misc]
+    left, right = _axes(a), _axes(b)
     counts = _neurons(a, b, [(left, right)], pairs, options, progress)
     if not counts or evidence.test_neurons("axes", counts["axes"], []).p > evidence.ALPHA:
         return counts, None
     return counts, (left, right)
+
+
+def _axes(weights: Weights) -> neurons.Frame:
+    if "axes" not in weights.memo:
+        weights.memo["axes"] = neurons.axes(lambda: _table(weights))
+    out: neurons.Frame = weights.memo["axes"]
+    return out
 
 
 def _table(weights: Weights) -> Iterator[Array]:
@@ -430,7 +448,7 @@ def compare(
                 progress(f"control {name}: {at}")
 
             with holding(a, b, other):
-                measured[digest] = other.name, [measure(w, other, options, told) for w in (a, b)]
+                measured[digest] = other.name, [measure(w, other, options.of_controls(), told) for w in (a, b)]
         return judge(pair, list(measured.values()), null_file, options)
 
 

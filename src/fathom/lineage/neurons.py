@@ -99,9 +99,12 @@ def axes(table: Callable[[], Iterator[Array]]) -> Frame:
         rows, total, squares = rows + len(unit), total + unit.sum(0), squares + unit.T @ unit
     mean = total / rows
     vectors = np.linalg.eigh(squares / rows - np.outer(mean, mean))[1][:, ::-1]
-    skew = np.sum([(((unit_rows(block) - mean) @ vectors) ** 3).sum(0) for block in table()], axis=0)
-    vectors = vectors * np.where(skew < 0, -1.0, 1.0)
-    return Frame("axes", np.ascontiguousarray(vectors, np.float32))
+    vectors = np.ascontiguousarray(vectors, np.float32)
+    skew = np.zeros(len(mean))
+    for block in table():
+        along = (unit_rows(block) - mean.astype(np.float32)) @ vectors
+        skew += (along * along * along).sum(0, dtype=np.float64)
+    return Frame("axes", vectors * np.where(skew < 0, np.float32(-1), np.float32(1)))
 
 
 Frames = list[tuple[Frame, Frame]]
@@ -118,6 +121,10 @@ class Neurons:
 
     def __len__(self) -> int:
         return len(self.read)
+
+    def turned(self) -> Neurons:
+        """The same neurons in a frame that points the other way."""
+        return Neurons(-self.read, -self.write, None if self.up is None else -self.up)
 
 
 def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:

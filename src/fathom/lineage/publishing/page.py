@@ -174,7 +174,8 @@ def _test(test: evidence.Test) -> dict[str, str]:
 def _controls(found: Comparison, body: LineageReport) -> dict[str, object] | None:
     if found.null is None:
         return None
-    names = [name for name in ("awm", *NAMES.values(), "ics_canonical") if found.pair.value(name) is not None]
+    every = [pair for _, pairs in found.controls for pair in pairs]
+    names = [n for n in ("awm", *NAMES.values(), "ics_canonical") if any(pair.value(n) is not None for pair in every)]
     rows = []
     for control, pairs in found.controls:
         for pair in pairs:
