@@ -66,8 +66,9 @@ def anchor_embeddings(weights: Weights, rows: Array, published: bool = False) ->
 
 def standardised(term: Array) -> Array:
     """HuRef's normalisation: mean 0, standard deviation 1."""
-    term = term - term.mean(dtype=np.float64)
-    return term / max(float(term.std(ddof=1, dtype=np.float64)), canonical.TINY)
+    term = term - float(term.mean(1).mean(dtype=np.float64))
+    squares = float(np.einsum("ij,ij->i", term, term).sum(dtype=np.float64))  # row by row, which loses no precision
+    return term / max(math.sqrt(squares / max(term.size - 1, 1)), canonical.TINY)
 
 
 def double_centred(term: Array) -> Array:

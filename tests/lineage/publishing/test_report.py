@@ -83,11 +83,11 @@ def test_without_controls_a_lineage_is_only_half_said(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("controls", "label"), [(("control", "hidden"), SHARED), (("hidden",), "inconclusive")])
+@pytest.mark.parametrize(("controls", "label"), [(("control", "hidden"), SHARED), (("hidden",), INITIALISATION)])
 def test_a_related_control_is_refused(family, controls, label):
     result = ran(family, "child", controls=controls)
     assert result.data["verdict"]["label"] == label
-    assert any("hidden is itself related" in note for note in result.data["structure"]["skipped"])
+    assert any("hidden is itself related" in why for why in result.data["verdict"]["reasons"])
 
 
 @pytest.mark.slow
