@@ -74,6 +74,26 @@ def test_strangers_from_one_formula_are_not_accused(models, tmp_path, formula, t
     assert all(starts.found(w) == want for w in pair)
 
 
+@pytest.mark.slow
+def test_a_worn_formula_of_different_rows_is_known(models, tmp_path):
+    """Gate and up rows that are other rows of one matrix, and twice as much training."""
+
+    def change(seed):
+        def worn(tensors):
+            begun("hadamard", seed)(tensors)
+            draw = torch.Generator().manual_seed(100 + seed)
+            for name, value in tensors.items():
+                if value.ndim == 2 and ".layers." in name:
+                    start = hadamard(256)[64 : 64 + len(value), : value.shape[1]] / 8 if "up_proj" in name else value
+                    tensors[name] = (start + 0.1 * torch.randn(value.shape, generator=draw)).to(value.dtype)
+
+        return worn
+
+    pair = [open_weights(edited(models(seed=seed), tmp_path / str(seed), change(seed))) for seed in (60, 61)]
+    assert all(starts.found(w) == {"attention", "feed-forward"} for w in pair)
+    assert compare(*pair, options=QUIET).verdict.label in {verdict.INCONCLUSIVE, verdict.NONE}
+
+
 def test_random_starts_have_no_formula(models):
     for kind in ("llama", "qwen3"):
         assert not starts.found(open_weights(models(kind, seed=63)))

@@ -58,6 +58,35 @@ def test_shared_attention_is_named_by_its_own_test(models, tmp_path, edits):
     assert not any(test.p < 1e-3 for test in found.tests if test.name.startswith("T4"))
 
 
+def learned(models):
+    """What learning hidden states leaves of the other's attention: the sum over heads of what each value writes."""
+    take = taking(models, (EMBED, "input_layernorm", "v_proj", "o_proj"))
+
+    def change(tensors):
+        take(tensors)
+        draw = torch.Generator().manual_seed(2)
+        for name in [n for n in tensors if "v_proj" in n]:
+            v, o = tensors[name], tensors[name.replace("v_proj", "o_proj")]
+            heads = o.unflatten(1, (2, -1, 16))  # [d, KV, group, D]
+            mix = torch.linalg.qr(torch.randn(len(v), len(v), generator=draw, dtype=v.dtype))[0]
+            both = (heads.sum(2).flatten(1) @ mix.T).unflatten(1, (2, 1, 16)) / heads.shape[2]
+            tensors[name] = mix @ v
+            tensors[name.replace("v_proj", "o_proj")] = both.expand_as(heads).flatten(1).contiguous()
+
+    return change
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controls", [0, 2])
+def test_what_a_student_of_hidden_states_learns_names_no_attention(models, tmp_path, controls):
+    other = edited(models(seed=71), tmp_path / "other", learned(models))
+    found = compare(
+        open_weights(models(seed=70)), open_weights(other), [models(seed=72 + n) for n in range(controls)], None, QUIET
+    )
+    assert found.verdict.label == verdict.EMBEDDING
+    assert any("distillation" in other for other in found.verdict.alternatives)
+
+
 def test_strangers_pair_few_value_channels(models):
     found = compare(open_weights(models(seed=71)), open_weights(models(seed=72)), options=QUIET)
     assert max(count.paired for counts in found.pair.values.values() for count in counts) <= 4

@@ -148,7 +148,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     aligned = replace(aligned, ways=aligned.ways | turned)
     return Pair(
         *(a, b, swapped, aligned, layers, scores, counts),
-        values=_values(a, b, frames, pairs, options, progress),
+        values=_values((a, b), frames, pairs, _sure(counts) and not _formulas(a, b), options, progress),
         planes=_planes(a, b, options, progress),
         identical=same,
         unmeasured=unmeasured,
@@ -234,16 +234,22 @@ def _drawn(pairs: list[tuple[int, int]], a: Weights, b: Weights, options: Option
 
 
 def _values(
-    a: Weights, b: Weights, frames: neurons.Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
+    models: tuple[Weights, Weights],
+    frames: neurons.Frames,
+    pairs: list[tuple[int, int]],
+    related: bool,
+    options: Options,
+    progress: Told,
 ) -> dict[str, list[NeuronCount]]:
-    """T5 on the same pairs of layers as T4."""
+    """T5 on the same pairs of layers as T4. If T4 calls the models related, all heads together are compared too."""
+    a, b = models
     usable = [p for p in pairs if values.has_values(a, p[0]) and values.has_values(b, p[1])]
     out: dict[str, list[NeuronCount]] = {}
     for i, j in _drawn(usable, a, b, options):
         progress(f"values of layers {i + 1} and {j + 1}")
         for left, right in frames:
             tries = []
-            for basis in values.bases(a, b):
+            for basis in values.bases(a, b) if related else values.bases(a, b)[:2]:
                 one, other = values.in_frame(a, i, left, basis), values.in_frame(b, j, right, basis)
                 sides = [(one.read, other.read, False), (one.write, other.write, False)]
                 tries.append(NeuronCount((i, j), *neurons.agreement(sides, options.drawn)))
@@ -536,9 +542,14 @@ def _failed(pair: Pair, usable: list[tuple[str, list[Pair]]]) -> str:
 
 def _without_formulas(pair: Pair, tests: list[Test]) -> list[Test]:
     """The tests; those of weights that both models begin from a formula do not count."""
-    both = starts.found(pair.a) & starts.found(pair.b)
+    both = _formulas(pair.a, pair.b)
     why = "both models begin from a deterministic start"
     return [replace(test, void=why) if test.family in both and _counts(test) else test for test in tests]
+
+
+def _formulas(a: Weights, b: Weights) -> frozenset[str]:
+    """The families of weights that both models begin from a formula."""
+    return starts.found(a) & starts.found(b)
 
 
 def _one_seed(pair: Pair, shared: Inherited | None) -> bool:

@@ -6,9 +6,14 @@ assume random starts. A formula shows inside one model, and a rotation of the re
     feed-forward  a neuron's gate and up rows (up and output rows, without a gate) begin equal
     attention     the rows of keys and values begin equal
     embedding     rows follow a law of their number, so their spectrum over row numbers has lines
+
+A matrix also resembles its formula: z = |⟨W, P⟩| √(m n) / (‖W‖ ‖P‖), for P the identity or Sylvester's Hadamard matrix,
+is about 1 by chance. A rotation hides that.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -17,9 +22,12 @@ from fathom.lineage import canonical
 from fathom.lineage.awm import chosen_layers, unit_rows
 from fathom.lineage.weights import Weights
 
+ROLES = {"feed-forward": ("gate", "up", "down"), "attention": ("q", "k", "v", "o")}
 ROWS = 4096
-LAYERS = 4
+LAYERS, CORNER = 4, 512
 ALIKE, MANY = 0.9, 1 / 6  # so many corresponding rows with so high a |cosine|; training alone brings few above 0.8
+TOGETHER = 0.3  # median |cosine| of key and value rows, which training does not bring together
+RESEMBLING = 10.0  # median z of the matrices of a family
 LINES, AROUND = 6.0, 12  # a line has so many times the median power of its neighbours, which are so many on each side
 
 
@@ -29,9 +37,10 @@ def found(weights: Weights) -> frozenset[str]:
         chosen = chosen_layers(weights.geometry.layers, LAYERS)
         likeness = {
             "feed-forward": [_likeness(*_neuron_rows(weights, i)) for i in chosen if weights.has("down", i)],
-            "attention": [_likeness(*_head_rows(weights, i)) for i in chosen if _has_head_rows(weights, i)],
+            "attention": [_together(*_head_rows(weights, i)) for i in chosen if _has_head_rows(weights, i)],
         }
         kinds = {family for family, some in likeness.items() if some and float(np.median(some)) >= MANY}
+        kinds |= {family for family, roles in ROLES.items() if _resemblance(weights, chosen, roles) >= RESEMBLING}
         weights.memo["starts"] = frozenset(kinds | ({"embedding"} if lines(weights) >= LINES else set()))
     out: frozenset[str] = weights.memo["starts"]
     return out
@@ -53,6 +62,32 @@ def _has_head_rows(weights: Weights, index: int) -> bool:
 
 def _head_rows(weights: Weights, index: int) -> tuple[Array, Array]:
     return weights.tensor("k", index), weights.tensor("v", index)
+
+
+def _together(one: Array, other: Array) -> float:
+    """1 if corresponding rows point the same way more than training makes them, else 0."""
+    return float(np.median(np.abs(np.einsum("ij,ij->i", unit_rows(one), unit_rows(other)))) >= TOGETHER)
+
+
+def _resemblance(weights: Weights, layers: Sequence[int], roles: Sequence[str]) -> float:
+    """The median z of the stored matrices of some layers, with the formula that they resemble most."""
+    known = [(role, i) for i in layers for role in roles if weights.has(role, i)]
+    found = [weights.tensor(*place, slice(0, CORNER))[:, :CORNER] for place in known]
+    tables = [np.abs([_z(matrix, make(*matrix.shape)) for matrix in found]) for make in (np.eye, _hadamard)]
+    return float(max(np.median(z) for z in tables)) if found else 0.0
+
+
+def _z(matrix: Array, formula: Array) -> float:
+    size = float(np.linalg.norm(matrix)) * float(np.linalg.norm(formula))
+    return float(np.vdot(matrix, formula)) * matrix.size**0.5 / max(size, canonical.TINY)
+
+
+def _hadamard(rows: int, columns: int) -> Array:
+    """Entry (i, j) is -1 to the number of bits that i and j share."""
+    shared = np.arange(rows)[:, None] & np.arange(columns)
+    for step in (8, 4, 2, 1):  # parity of the bits
+        shared ^= shared >> step
+    return (1 - 2 * (shared & 1)).astype(np.float32)
 
 
 def _likeness(one: Array, other: Array) -> float:

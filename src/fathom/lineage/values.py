@@ -23,7 +23,9 @@ def has_values(weights: Weights, index: int) -> bool:
 
 STORED, HEADS, LAYER = range(3)
 """How the channels of a layer are taken: as they are stored, as the singular directions of each head, or as those of
-all heads together. A change of basis within a head does not change the second; splitting or mixing heads, the third."""
+all heads together. A change of basis within a head does not change the second; splitting or mixing heads, the third.
+The third is all but given by what the layer computes, so a student that learns hidden states has it too, and it names
+attention only between models that T4 calls related."""
 WIDEST = 1536  # most channels of a layer whose singular directions are found together
 
 
