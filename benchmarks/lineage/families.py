@@ -2,9 +2,10 @@
 
     python benchmarks/lineage/families.py --directory families --rows rows.jsonl --out lineage-families.json
 
-Fifty families of six to eight very small models. The first is trained from its own seed; the others are fine-tunes,
-fine-tunes of these, their means, int8 and pruned copies, and permuted and rotated ones. Two strangers are added to
-each. A further run with the same --rows goes on where the last one ended.
+Fifty families of six to twelve very small models. The first is trained from its own seed; the others are fine-tunes,
+fine-tunes of these, a mean and its fine-tune, int8 and pruned copies, and permuted and rotated ones. Two strangers are
+added to each. Every family is judged again without its first model, where a root would be wrong. A further run with
+the same --rows goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tiny import Parameters, Run, Shape
 
 SHAPE = Shape(width=32, layers=4, heads=2, kv_heads=1, ffn=64, vocab=320, length=32)
 FAMILIES, STEPS, TUNED, BATCH = 50, 150, 40, 25
-TRAINED = {"a": "base", "b": "base", "c": "base", "aa": "a", "bb": "b"}
+TRAINED = {"a": "base", "b": "base", "c": "base", "aa": "a", "bb": "b", "ab": "a", "post": "mean"}
 """Fine-tunes, and what each was made from."""
 EDITS = {"int8": "quantised to 8 bits", "sparse": "pruned", "turned": "permuted or rotated"}
 
@@ -50,8 +51,8 @@ def planted(number: int) -> Planted:
     """What family a number gives: the base, a and b, their mean, and two to four others."""
     draw = np.random.default_rng([3, number])
     parents = {"a": "base", "b": "base"}
-    others = ["c", "aa", "bb", *EDITS]
-    for name in draw.choice(others, int(draw.integers(2, 5)), replace=False):
+    others = ["c", "aa", "bb", "ab", "post", *EDITS]
+    for name in draw.choice(others, int(draw.integers(2, 9)), replace=False):
         parents[str(name)] = TRAINED.get(str(name)) or str(draw.choice(["base", "a", "b"]))
     return Planted(("base", *parents, "mean"), parents, ("a", "b"))
 
@@ -75,6 +76,7 @@ def trained(directory: Path) -> Path:
                     )
                     for at in range(BATCH)
                 ]
+                known["mean"] = {role: (known["a"][role] + known["b"][role]) / 2 for role in known.get("b", ())}
                 start = known[TRAINED[name]] if name in TRAINED else None
                 p, _ = tiny.trained(SHAPE, runs, STEPS if name == "base" else TUNED, start, rows=4)
                 for at, path in enumerate(paths):
@@ -102,10 +104,12 @@ def completed(directory: Path, number: int) -> Planted:
 
 
 def judged(directory: Path, number: int) -> dict[str, Any]:
-    """What the tree says of one family and two strangers."""
+    """What the tree says of one family and two strangers, and of the root if the first model is missing."""
     found = completed(directory, number)
     strangers = [directory / str((number + step) % FAMILIES) / "base" for step in (7, 19)]
-    said = tree.tree([*(directory / str(number) / name for name in found.models), *strangers])
+    where = [directory / str(number) / name for name in found.models]
+    said = tree.tree([*where, *strangers])
+    orphans = tree.tree(where[1:]).families[0]
     short = {str(directory / str(number) / name): name for name in found.models}
     edges, directed = [], []
     for family in said.families:
@@ -130,6 +134,8 @@ def judged(directory: Path, number: int) -> dict[str, Any]:
         "edges": edges,
         "directed": directed,
         "merges": merges,
+        "root": [short[name] for family in said.families for name in family.root],
+        "root without the first": [short[name] for name in orphans.root],
     }
 
 
@@ -149,6 +155,10 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "undecided edges that are right": sum(edge["right"] for edge in edges if not edge["stated"]),
         "directions stated": len(directed),
         "directions that are right": sum(one["right"] for one in directed),
+        "roots stated": sum(bool(row["root"]) for row in rows),
+        "roots that are right": sum(row["root"] == ["base"] for row in rows),
+        "roots stated as base or a copy of it in another order": sum(row["root"] == ["base", "turned"] for row in rows),
+        "roots stated of families without their first": sum(bool(row["root without the first"]) for row in rows),
         "merges planted": len(rows),
         "merges found with their two parents": len(right),
         "other merges claimed": sum(len(row["merges"]) for row in rows) - len(right),

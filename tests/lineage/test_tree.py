@@ -88,6 +88,20 @@ def test_components_are_what_edges_connect():
 
 
 @pytest.mark.slow
+def test_a_root_is_claimed_where_its_children_go_alike(models, tmp_path):
+    """Three children of one base that share a part of their steps; one has a child of its own."""
+    base = models / "base"
+    alike = changed(base, tmp_path / "alike", moved(0.15, 20))
+    one, two, three = (changed(alike, tmp_path / str(seed), moved(0.2, seed)) for seed in (5, 6, 7))
+    below = changed(one, tmp_path / "below", moved(0.2, 8))
+    (family,) = tree.tree([three, below, one, two, base]).families
+    assert family.root == (str(base),) and not any(edge.undecided for edge in family.edges)
+    assert tree.tree([three, below, one, two]).families[0].root == ()  # without it, nobody is
+    apart = [changed(base, tmp_path / f"apart{seed}", moved(0.2, seed)) for seed in (5, 6)]
+    assert tree.tree([base, *apart]).families[0].root == ()  # steps at right angles have no direction
+
+
+@pytest.mark.slow
 def test_a_merge_has_two_parents_and_takes_no_edge_from_them(models, tmp_path):
     """Two children of one base and their mean, which is nearer to the base than either."""
     children = [changed(models / "base", tmp_path / name, moved(0.2, seed)) for name, seed in (("one", 5), ("two", 6))]
@@ -100,8 +114,9 @@ def test_a_merge_has_two_parents_and_takes_no_edge_from_them(models, tmp_path):
     assert merge.child == str(middle) and merge.parents == {str(path) for path in children} and not merge.undecided
     base = str(models / "base")
     assert {frozenset((e.a, e.b)) for e in family.edges} == {frozenset((base, str(path))) for path in children}
-    assert all(edge.undecided == f"the merge {middle} is nearer" for edge in family.edges)
-    alone = tree.tree([models / "base", *children])  # without the merge nothing is in doubt
-    assert not alone.families[0].merges and not any(edge.undecided for edge in alone.families[0].edges)
+    assert not any(edge.undecided for edge in family.edges)  # the children's own base, although the merge is nearer
+    later = changed(middle, tmp_path / "later", moved(0.2, 8))  # made from the merge, which has no edge
+    (edge,) = (e for e in tree.tree([models / "base", *children, middle, later]).families[0].edges if "later" in e.b)
+    assert edge.undecided == f"the merge {middle} is nearer"
     again = tree.tree([*children, middle, changed(middle, tmp_path / "again", moved(1e-4, 7))])
     assert all(one.undecided == "" or "other pairs" in one.undecided for one in again.families[0].merges)

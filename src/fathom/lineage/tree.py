@@ -1,15 +1,18 @@
-"""The family tree of many models: which are related, which are neighbours, with the support of every edge.
+"""The family tree of many models: which are related, which are neighbours, where it begins, and what is undecided.
 
 Every pair is measured once. Two models belong to one family if the pair's matching tests are significant after
 Bonferroni over all pairs. Models of other families are the pair's controls. Within a family, the tree has the smallest
-total drift: a score s = 1 / (1 + ε²) is a drift of ε times the weights. Another shape counts as a drift of half the
-weights, so that a copy is attached to its original and not to the original's deeper sibling. The support of an edge is
-how often it is in the tree when layers are resampled. It is not a confidence. A tree has no root. The direction of an
-edge is reported if the weights show it.
+total drift, in units of the weights' own size. Models whose numbers are in one order are joined first, by the distance
+of all their weights (`distances`); a disguised copy is in another order, and is joined by its scores, for a score
+s = 1 / (1 + ε²) is a drift of ε. Another shape counts as a drift of half the weights, so that a copy is attached to its
+original and not to the original's deeper sibling. The support of an edge is how often it is in the tree when layers are
+resampled. It is not a confidence. The direction of an edge is reported if the weights show it, and the root if exactly
+one model lies so between its neighbours as only their common parent does.
 
 A merge is a node with two parents and no edge of the tree: it lies between its parents and would draw all edges to
-itself. It is undecided if other parents fit as well. An edge is undecided if its support is low, or if a merge is
-nearer to one of its ends, which may come from the merge or before it.
+itself. It is undecided if other parents fit as well. An edge is undecided if its support is low, or if one of its ends
+may come from a merge that is nearer: the two parents' own parent does not, nor does a model from which the other end
+lies in the same direction as from the merge.
 """
 
 from __future__ import annotations
@@ -26,9 +29,10 @@ from scipy.cluster.hierarchy import DisjointSet
 
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
-from fathom.lineage import evidence, shares
+from fathom.lineage import distances, evidence, shares
 from fathom.lineage.comparison import Options, judge, measure
 from fathom.lineage.direction import Direction, direction
+from fathom.lineage.distances import Space
 from fathom.lineage.pairs import Pair
 from fathom.lineage.shares import Shares
 from fathom.lineage.weights import Told, Weights, holding, open_weights
@@ -41,10 +45,17 @@ LEAST_SCORE = 1e-3
 RESHAPED = 0.5  # the drift that counts for a change of shape
 DECIDED = 0.95  # the support below which an edge is undecided
 EXACT = 0.02  # maximum unexplained part of a merge that is reported
-MOST_MERGES = 12  # maximum models of one shape among which parents of merges are searched
+BEYOND = 0.2  # cosine at a merge from which it does not lie between two models
+SAME = 0.02  # drift below which a copy holds its original's weights
 MISSING = (
     "A parent may be missing from the set: neighbours are then siblings, or a grandparent and its grandchild, although "
     "the tree joins them."
+)
+READING = (
+    "The top of a tree is drawn, not claimed. A root is claimed where one model lies so between its neighbours as only "
+    "their common parent does, if no model is missing. Drift is in units of the weights' own size. Support is how "
+    "often an edge stays when layers are drawn anew: it is not a confidence, because an edge that is wrong in every "
+    "layer stays too. Below 95 % an edge is undecided."
 )
 
 
@@ -84,6 +95,7 @@ class Family:
     models: tuple[str, ...]
     edges: tuple[Edge, ...]
     merges: tuple[Merge, ...] = ()
+    root: tuple[str, ...] = ()  # the first model, if no model is missing; several if they hold the same weights
 
 
 @dataclass(frozen=True)
@@ -117,8 +129,10 @@ def tree(where: Sequence[str | Path], seed: int = 0, progress: Told = lambda _: 
             pairs[i, j] = measure(one, other, Options(seed=seed, extras=False), told)
     sure = {place: p for place, pair in pairs.items() if (p := pair.p * len(places)) <= evidence.ALPHA}
     groups = grouped(len(models), list(sure))
-    merges = _merges(models, progress)
-    made = [_family(models, (group, groups), pairs, sure, merges, seed, progress) for group in groups]
+    found = distances.spaces(models, lambda w: (shares.shape_of(w), _experts(w)), lambda at: progress(f"weights: {at}"))
+    merges = [merge for space in found for merge in _merges(models, space)]
+    known = _Known(models, pairs, sure, found, merges)
+    made = [_family(known, group, groups, seed, progress) for group in groups]
     made.sort(key=lambda family: -len(family.models))
     return Tree(tuple(made), len(places))
 
@@ -131,27 +145,56 @@ def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
     return sorted(map(sorted, parts.subsets()))
 
 
-def _family(
-    models: Sequence[Weights],
-    groups: tuple[Sequence[int], Sequence[Sequence[int]]],
-    pairs: Mapping[Place, Pair],
-    sure: Mapping[Place, float],
-    merges: Sequence[Merge],
-    seed: int,
-    progress: Told,
-) -> Family:
+@dataclass(frozen=True)
+class Step:
+    """How far two models are apart: squared distances by layer if they are in one order, else scores by layer."""
+
+    layers: Array
+    near: bool  # in one order
+    reshaped: float = 0.0  # what another shape adds
+
+    def drift(self, at: Array | slice = slice(None)) -> float:
+        """In units of the weights' own size, of all layers or of some, given by relative depth."""
+        some = self.layers[at if isinstance(at, slice) else (at * len(self.layers)).astype(int)]
+        return math.sqrt(float(some.mean())) if self.near else _drift(float(some.mean())) + self.reshaped
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was measured on all models: pairs, the p-values of those that are related, distances, and merges."""
+
+    models: Sequence[Weights]
+    pairs: Mapping[Place, Pair]
+    sure: Mapping[Place, float]
+    spaces: Sequence[Space]
+    merges: Sequence[Merge]
+
+    def space(self, *members: int) -> Space | None:
+        """The space in which some models are in one order."""
+        return next((s for s in self.spaces if all(s.together(members[0], other) for other in members[1:])), None)
+
+    def step(self, place: Place) -> Step:
+        """How far two models are apart."""
+        if (space := self.space(*place)) is not None:
+            return Step(space.apart(*place), True)
+        return Step(_curve(self.pairs[place]), False, RESHAPED * _reshaped(*(self.models[i] for i in place)))
+
+    def number(self, name: str) -> int:
+        """A model's number."""
+        return next(i for i, model in enumerate(self.models) if model.name == name)
+
+
+def _family(known: _Known, group: Sequence[int], groups: Sequence[Sequence[int]], seed: int, progress: Told) -> Family:
     """The tree of one group of models; the others are strangers."""
-    group, every = groups
+    models, pairs = known.models, known.pairs
     names = tuple(models[i].name for i in group)
-    merged = tuple(merge for merge in merges if merge.child in names)
-    apart = {i for i in group if models[i].name in {merge.child for merge in merged}}
-    curves = {place: _curve(pairs[place]) for place in sure if place[0] in group}
-    extra = {place: RESHAPED * _reshaped(models[place[0]], models[place[1]]) for place in curves}
-    drifts = {place: _drift(float(np.mean(curve))) + extra[place] for place, curve in curves.items()}
-    rest = {place: curve for place, curve in curves.items() if not apart & {*place}}
-    chosen = spanning(group, {place: drifts[place] for place in rest})
-    support = supports(group, rest, extra, chosen, seed) if chosen else {}
-    strangers = [i for other in every if other is not group for i in other][: evidence.FEWEST]
+    merged = tuple(merge for merge in known.merges if merge.child in names)
+    apart = {known.number(merge.child) for merge in merged}
+    steps = {place: known.step(place) for place in known.sure if place[0] in group}
+    rest = {place: step for place, step in steps.items() if not apart & {*place}}
+    chosen = _spanning(group, rest)
+    support = supports(group, rest, chosen, seed) if chosen else {}
+    strangers = [i for other in groups if other is not group for i in other][: evidence.FEWEST]
     edges = []
     for place in chosen:
         a, b = models[place[0]], models[place[1]]
@@ -160,22 +203,79 @@ def _family(
         with holding(a, b):
             said = judge(pairs[place], controls).verdict.label
             way = direction(a, b)
-        score, p = float(np.mean(curves[place])), min(1.0, sure[place])
-        near = [
-            merge.child
-            for merge in merged
-            for end in place
-            if models[end].name not in merge.parents and _between(models, merge, end, drifts) < drifts[place]
-        ]
-        doubt = f"the merge {near[0]} is nearer" if near else "little support" * (support[place] < DECIDED)
-        edges.append(Edge(a.name, b.name, said, p, score, _drift(score), support[place], way, doubt))
-    return Family(names, tuple(edges), merged)
+        nearer = [merge.child for merge in merged if _may_come_from(known, merge, place, chosen, steps)]
+        doubt = f"the merge {nearer[0]} is nearer" if nearer else "little support" * (support[place] < DECIDED)
+        score, p = float(np.mean(_curve(pairs[place]))), min(1.0, known.sure[place])
+        edges.append(Edge(a.name, b.name, said, p, score, steps[place].drift(), support[place], way, doubt))
+    return Family(names, tuple(edges), merged, _root(known, chosen, edges))
 
 
-def _between(models: Sequence[Weights], merge: Merge, end: int, drifts: Mapping[Place, float]) -> float:
-    """The drift between a merge and another model; infinite if none was measured."""
-    child = next(i for i, model in enumerate(models) if model.name == merge.child)
-    return drifts.get((min(child, end), max(child, end)), math.inf)
+def _may_come_from(
+    known: _Known, merge: Merge, place: Place, chosen: Sequence[Place], steps: Mapping[Place, Step]
+) -> bool:
+    """Whether an end of an edge may come from a merge that is nearer than the other end."""
+    child, parents = known.number(merge.child), [known.number(name) for name in merge.parents]
+    for end, other in (place, place[::-1]):
+        between = steps.get((min(child, end), max(child, end)))
+        if end in parents or between is None or between.drift() >= steps[place].drift():
+            continue
+        space = known.space(end, other, child, *parents)
+        if space is None:
+            return True
+        if other in parents:  # unless it is the parents' own parent
+            joined = all((min(end, one), max(end, one)) in chosen for one in parents)
+            clear = joined and space.cosine(end, *parents) > -distances.FORK[0]
+        else:
+            clear = space.cosine(child, end, other) >= BEYOND
+        if not clear:
+            return True
+    return False
+
+
+def _root(known: _Known, chosen: Sequence[Place], edges: Sequence[Edge]) -> tuple[str, ...]:
+    """The first model of a tree, if its neighbours' places show it, with copies that hold the same weights."""
+    ways: dict[int, list[int]] = {}  # neighbours that may have come before or after a model
+    same: dict[int, list[int]] = {}
+    unclear = set()
+    for (i, j), edge in zip(chosen, edges, strict=True):
+        if edge.direction.made:
+            unclear.add(known.number(edge.direction.made))
+        elif edge.drift < SAME:
+            same.setdefault(i, []).append(j)
+            same.setdefault(j, []).append(i)
+        elif edge.undecided or known.space(i, j) is None:
+            unclear |= {i, j}
+        else:
+            ways.setdefault(i, []).append(j)
+            ways.setdefault(j, []).append(i)
+    found = [at for at, others in ways.items() if at not in unclear and _forks(known, at, others)]
+    if len(found) != 1:
+        return ()
+    for at, others in ((at, others) for at, others in ways.items() if at != found[0]):
+        up = _towards(ways, at, found[0])
+        space = known.space(at, *others)
+        if up is not None and space and any(space.cosine(at, up, o) >= distances.FORK[0] for o in others if o != up):
+            return ()
+    return tuple(known.models[i].name for i in (found[0], *same.get(found[0], [])))
+
+
+def _forks(known: _Known, at: int, others: Sequence[int]) -> bool:
+    space = known.space(at, *others)
+    return space is not None and distances.fork(space, at, others)
+
+
+def _towards(ways: Mapping[int, Sequence[int]], at: int, goal: int) -> int | None:
+    """The neighbour through which a way leads to another model."""
+    seen, front = {goal}, [goal]
+    while front:
+        step = front.pop()
+        for other in ways.get(step, ()):
+            if other == at:
+                return step
+            if other not in seen:
+                seen.add(other)
+                front.append(other)
+    return None
 
 
 def _reshaped(a: Weights, b: Weights) -> bool:
@@ -199,46 +299,41 @@ def _drift(score: float) -> float:
     return math.sqrt(1 / min(max(score, LEAST_SCORE), 1.0) - 1)
 
 
-def spanning(group: Sequence[int], drifts: Mapping[Place, float]) -> list[Place]:
-    """The edges of the tree with the smallest total drift, nearest first (Kruskal)."""
+def spanning(group: Sequence[int], *drifts: Mapping[Place, float]) -> list[Place]:
+    """The edges of the tree with the smallest total drift, nearest first (Kruskal); those of the first table before
+    those of the next."""
     parts = DisjointSet(group)
-    return [place for place in sorted(drifts, key=lambda p: (drifts[p], p)) if parts.merge(*place)]
+    return [p for some in drifts for p in sorted(some, key=lambda p: (some[p], p)) if parts.merge(*p)]
+
+
+def _spanning(group: Sequence[int], steps: Mapping[Place, Step], at: Array | slice = slice(None)) -> list[Place]:
+    """The tree of models in one order, joined to those in another."""
+    return spanning(group, *({p: s.drift(at) for p, s in steps.items() if s.near == near} for near in (True, False)))
 
 
 def supports(
-    group: Sequence[int],
-    curves: Mapping[Place, Array],
-    extra: Mapping[Place, float],
-    chosen: Sequence[Place],
-    seed: int,
+    group: Sequence[int], steps: Mapping[Place, Step], chosen: Sequence[Place], seed: int
 ) -> dict[Place, float]:
     """How often each edge is in the tree when layers are resampled, at the same relative depths for all pairs."""
     draw, found = np.random.default_rng(seed), dict.fromkeys(chosen, 0)
-    depth = max(map(len, curves.values()))
+    depth = max(len(step.layers) for step in steps.values())
     for _ in range(DRAWS):
-        places = draw.random(depth)
-        again = {p: _drift(float(np.mean(c[(places * len(c)).astype(int)]))) + extra[p] for p, c in curves.items()}
-        kept = set(spanning(group, again))
+        kept = set(_spanning(group, steps, draw.random(depth)))
         for place in chosen:
             found[place] += place in kept
     return {place: count / DRAWS for place, count in found.items()}
 
 
-def _merges(models: Sequence[Weights], progress: Told) -> list[Merge]:
-    """Models that are means of two others of the same shape."""
-    out = []
-    for shape in dict.fromkeys(map(shares.shape_of, models)):
-        alike = [w for w in models if shares.shape_of(w) == shape and _experts(w) <= 1][:MOST_MERGES]
-        if len(alike) < 3 or alike[0].geometry.layers < shares.FEWEST_LAYERS:
-            continue
-        gram = shares.products(alike, lambda at: progress(f"merges: {at}"))
-        names = [w.name for w in alike]
-        for child in range(len(alike)):
-            pairs = combinations([i for i in range(len(alike)) if i != child], 2)
-            found = [one for pair in pairs if (one := _mean(gram, child, pair, names)) is not None]
-            if found:
-                doubt = f"{len(found) - 1} other pairs of parents fit as well" if len(found) > 1 else ""
-                out.append(Merge(names[child], min(found, key=lambda one: one.residual), doubt))
+def _merges(models: Sequence[Weights], space: Space) -> list[Merge]:
+    """Models that are means of two others."""
+    names, out = [models[i].name for i in space.models], []
+    few = len(names) < 3 or len(space.gram) < shares.FEWEST_LAYERS or _experts(models[space.models[0]]) > 1
+    for child in range(0 if few else len(names)):
+        pairs = combinations([i for i in range(len(names)) if i != child], 2)
+        found = [one for pair in pairs if (one := _mean(space.gram, child, pair, names)) is not None]
+        if found:
+            doubt = f"{len(found) - 1} other pairs of parents fit as well" if len(found) > 1 else ""
+            out.append(Merge(names[child], min(found, key=lambda one: one.residual), doubt))
     return out
 
 
@@ -259,6 +354,7 @@ def drawn(found: Tree, width: int = 80) -> str:
             lines.append(_cut(f"{family.models[0]}: no relative among these models", width))
             continue
         lines.append(f"family {number + 1}, {len(family.models)} models")
+        lines += [_cut(f"root: {' or '.join(family.root)}", width)] if family.root else []
         for root in roots(family):
             lines += [_cut(line, width) for line in _branches(family, root)]
         for merge in family.merges:
@@ -272,10 +368,7 @@ def drawn(found: Tree, width: int = 80) -> str:
     if any(family.merges for family in found.families):
         lines += [*textwrap.wrap(shares.IF_COMPLETE, width), ""]
     lines += [
-        "The top of a tree is drawn, not claimed: direction is said where the weights",
-        "tell it. Drift is in units of the weights' own size. Support is how often an",
-        "edge stays when layers are drawn anew: it is not a confidence, because an edge",
-        "that is wrong in every layer stays too. Below 95 % an edge is undecided.",
+        *textwrap.wrap(READING, width),
         *textwrap.wrap(MISSING, width),
     ]
     return "\n".join(lines)
@@ -301,7 +394,11 @@ def roots(family: Family) -> list[str]:
     parts = DisjointSet([model for model in family.models if model not in merged])
     for edge in family.edges:
         parts.merge(edge.a, edge.b)
-    return [max(part, key=lambda m: (m not in made, m in source, neighbours[m], m)) for part in parts.subsets()]
+
+    def first(model: str) -> tuple[bool, bool, bool, int, str]:
+        return model in family.root[:1], model not in made, model in source, neighbours[model], model
+
+    return [max(part, key=first) for part in parts.subsets()]
 
 
 def _branches(family: Family, model: str, before: str = "", above: str | None = None) -> list[str]:
