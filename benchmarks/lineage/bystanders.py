@@ -123,6 +123,8 @@ RECIPES = {
     "student of logits": Recipe(teacher="logits"),
     "student of states": Recipe(steps=240, teacher="states", ordinary=False),
     "frozen embedding": Recipe(teacher="embedding", ordinary=False),
+    "student of states, long": Recipe(4, steps=450, teacher="states", ordinary=False),
+    "hadamard, long": Recipe(4, steps=300, start=_formula(_hadamard), ordinary=False, turned=True),
     "one seed": Recipe(seed=9000, ordinary=False),
     "one seed, no decay": Recipe(seed=9000, how=How(decay=0.0), ordinary=False),
 }
@@ -168,7 +170,7 @@ def made(directory: Path, only: Sequence[str], seconds: float) -> dict[str, list
             print(f"{name}: loss {np.mean(losses):.2f}, {time.process_time() - started:.0f} CPU s", file=sys.stderr)
         if name == "plain" and kept.exists():
             teacher = {role: value[0] for role, value in torch.load(kept).items()}
-    for name in ("student of logits", "student of states"):
+    for name in ("student of logits", "student of states", "student of states, long"):
         out[name].append(out["plain"][0])
     return out
 
@@ -236,6 +238,7 @@ def main(words: list[str] | None = None) -> int:
         found = comparison.compare(open_weights(a), open_weights(b), controls, None, quiet)
         tests = {test.name: [test.statistic, test.p] for test in found.tests if test.p < 0.01}
         row = {"recipe": recipe, "pair": [a.name, b.name], "label": found.verdict.label, "tests": tests}
+        row["seed named"] = verdict.SEED_AND_ORDER in found.verdict.alternatives
         with options.rows.open("a") as file:
             file.write(json.dumps(row) + "\n")
     rows = [json.loads(line) for line in options.rows.read_text().splitlines()]
@@ -261,6 +264,7 @@ def summary(rows: list[dict[str, Any]], words: Sequence[str]) -> dict[str, Any]:
         "strangers": roots,
         "pairs of one seed": len(rows) - len(apart),
         "of those shared lineage": sum(row["label"] == verdict.SHARED for row in rows if row not in apart),
+        "of those with one seed and order named": sum(row["seed named"] for row in rows if row not in apart),
         "labels": {name: dict(Counter(r["label"] for r in rows if r["recipe"] == name)) for name in _names(rows)},
         "accused": len(accused),
         "accusation below, by root": evidence.false_positive_bound(roots // 2) if not accused else None,

@@ -139,7 +139,7 @@ def _controls(
     weights: Weights, own: Card, hits: Sequence[cards.Hit], options: Options, progress: Told
 ) -> Iterator[tuple[Weights, Pair]]:
     """Models of the same shape with the least similar cards, until enough are unrelated to the model."""
-    usable = tried = 0
+    usable, tried, quick = 0, 0, options.of_controls()
     for hit in reversed(hits):
         if usable == CONTROLS or tried == TRIED:
             return
@@ -149,7 +149,7 @@ def _controls(
             tried += 1
             other = _opened(hit)
             with holding(weights, other):
-                pair = measure(weights, other, options, lambda at, name=hit.name: progress(f"control {name}: {at}"))  # type: ignore[misc]
+                pair = measure(weights, other, quick, lambda at, name=hit.name: progress(f"control {name}: {at}"))  # type: ignore[misc]
         except (FathomError, OSError):
             continue
         usable += not pair.convicts()
@@ -168,7 +168,7 @@ def _candidate(
         other = _opened(hit)
         with holding(weights, other):
             pair = measure(weights, other, options, told)
-            measured = [(c.name, [first, measure(other, c, options, told)]) for c, first in controls]
+            measured = [(c.name, [first, measure(other, c, options.of_controls(), told)]) for c, first in controls]
             found = judge(pair, measured, None, options)
     except (FathomError, OSError) as error:
         return Candidate(hit.name, hit.file, hit.cosine, NOT_COMPARED, f"It could not be compared: {error}")
