@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -279,6 +280,25 @@ def test_it_ends_with_the_block_whatever_happens(model):
     for wrong, words in ((dict(method="full"), "method must be one of"), (dict(ratio=1.5), "ratio must lie between")):
         with pytest.raises(ValueError, match=words), compressed(model, **wrong):
             pass
+
+
+def test_prompts_of_two_threads(model):
+    """While one is read in chunks, another thread generates from a shorter one."""
+    prompt, other, made = tokens(1, 60), tokens(1, 30, seed=8), []
+
+    def meanwhile(*_):
+        if not made:
+            made.append(None)
+            thread = threading.Thread(target=lambda: made.append(model.generate(other, **GREEDY)))
+            thread.start()
+            thread.join()
+
+    with compressed(model, "tova", ratio=0.5):
+        alone = [model.generate(each, **GREEDY) for each in (prompt, other)]
+        handle = model.register_forward_pre_hook(meanwhile)
+        found = model.generate(prompt, prefill_chunk_size=16, **GREEDY)
+        handle.remove()
+    assert torch.equal(found, alone[0]) and torch.equal(made[1], alone[1])
 
 
 def test_a_block_within_another_is_refused(model):

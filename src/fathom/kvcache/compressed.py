@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -205,13 +205,12 @@ def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
         )
 
 
-@dataclass
-class Asked:
-    """What `model.generate` was asked for."""
+class Asked(threading.local):
+    """What `model.generate` was asked for, in each thread that calls it."""
 
-    tokens: int = 0
+    tokens = 0
     """The length of its prompt; 0 outside it."""
-    assisted: bool = False
+    assisted = False
     """Whether its first pass has guesses behind the prompt."""
 
     def prompt(self, read: int) -> int:
