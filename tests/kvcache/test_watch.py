@@ -1,5 +1,7 @@
 """What only the hook can see, each with its message; and that nothing else is stopped."""
 
+import threading
+
 import pytest
 import torch
 from transformers import DynamicCache
@@ -106,6 +108,37 @@ def test_a_cache_from_a_configuration():
     assert torch.equal(cached(model, ids, again), cached(model, ids, cache_of(model)))
     other = model_of("qwen3")
     prefill(other, ids, build_cache(other.config, **SCHEDULE))
+
+
+@torch.no_grad()
+def test_passes_of_two_threads(model):
+    """The first ends its last piece while the second is within its first one: each joins pieces of its own."""
+    ids, began, ended = tokens(1, 70), threading.Event(), threading.Event()
+    alone = cached(model, ids, cache_of(model, "snapkv"))
+    found, passes = {}, []
+
+    def wait(*_):
+        if threading.current_thread() is other:
+            began.set()
+            assert ended.wait(20)
+            return
+        passes.append(None)
+        if len(passes) == 2:
+            other.start()
+            assert began.wait(20)
+
+    def read(name):
+        with torch.no_grad():
+            found[name] = model(ids, past_key_values=cache_of(model, "snapkv")).logits
+        ended.set()
+
+    other = threading.Thread(target=read, args=("other",))
+    handle = model.model.layers[1].register_forward_pre_hook(wait)
+    read("this")
+    other.join()
+    handle.remove()
+    assert all(torch.equal(found[name], alone) for name in ("this", "other"))
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_one_hook_for_any_number_of_caches():

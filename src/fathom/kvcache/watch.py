@@ -8,6 +8,7 @@ piece of an input that crosses a compression, and joins the hidden states of the
 from __future__ import annotations
 
 import inspect
+import threading
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, cast
@@ -41,11 +42,21 @@ class Pass:
 
     earlier: list[ModelOutput] = field(default_factory=list)
     """Outputs of the pieces before the last."""
-    attention: str | None = None
-    """The decoder's attention backend, to be restored."""
+    shows: bool = False
+    """Whether its attention shows queries to memories."""
 
 
-_UNDER_WAY: WeakKeyDictionary[PreTrainedModel, list[Pass]] = WeakKeyDictionary()
+class _Passes(threading.local):
+    """The passes that a thread has begun, innermost last, of each decoder."""
+
+    def __init__(self) -> None:
+        self.of: WeakKeyDictionary[PreTrainedModel, list[Pass]] = WeakKeyDictionary()
+
+
+_UNDER_WAY = _Passes()
+_SHOWING: WeakKeyDictionary[PreTrainedModel, tuple[str, int]] = WeakKeyDictionary()
+"""The attention backend to return to, and the passes of all threads that show their queries."""
+_LOCK = threading.Lock()
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
@@ -102,13 +113,32 @@ def _before(
     tokens = tokens_of(given)
     cache.make_room(tokens.shape[1])
     if cache.method.observed:
-        now.attention = decoder.config._attn_implementation
-        decoder.config._attn_implementation = observed_backend(decoder)
+        now.shows = True
+        show(decoder)
     if cache.pads:
         places = places[:, -tokens.shape[1] :].clamp(min=0).to(tokens.device)
         given = {**given, "attention_mask": _masks(decoder, cache, tokens), "position_ids": places}
-    _UNDER_WAY.setdefault(decoder, []).append(now)
+    _UNDER_WAY.of.setdefault(decoder, []).append(now)
     return (), given
+
+
+def show(decoder: PreTrainedModel) -> None:
+    """Attend by the backend that shows queries to memories, which changes nothing else."""
+    with _LOCK:
+        plain, passes = _SHOWING.get(decoder, (decoder.config._attn_implementation, 0))
+        if not passes:
+            decoder.config._attn_implementation = observed_backend(decoder)
+        _SHOWING[decoder] = plain, passes + 1
+
+
+def hide(decoder: PreTrainedModel) -> None:
+    """Attend as before, if no other pass needs what `show` has set."""
+    with _LOCK:
+        plain, passes = _SHOWING.pop(decoder)
+        if passes > 1:
+            _SHOWING[decoder] = plain, passes - 1
+        else:
+            decoder.config._attn_implementation = plain
 
 
 def _masks(decoder: PreTrainedModel, cache: MemoryCache, tokens: Tensor) -> object:
@@ -136,11 +166,11 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
 
 def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
     """Restore the attention, and join the hidden states of all pieces; also called after an error."""
-    if torch.compiler.is_compiling() or not (under_way := _UNDER_WAY.get(decoder)):
+    if torch.compiler.is_compiling() or not (under_way := _UNDER_WAY.of.get(decoder)):
         return None
     now = under_way.pop()
-    if now.attention is not None:
-        decoder.config._attn_implementation = now.attention
+    if now.shows:
+        hide(decoder)
     return joined([*now.earlier, output]) if now.earlier and output is not None else None
 
 
