@@ -198,7 +198,7 @@ class BenchmarkFile(Section, short="path"):
     """Where a benchmark's items are, and what is done with documents that hold one."""
 
     path: str = ""
-    """JSON lines, or a JSON list: question, choices and answer, or other fields by the names below"""
+    """JSON lines, or a JSON list, with question, choices and answer; `question` may name another field"""
     question: str | None = None
     """the field of the question or text; null tries question, stem, query, sentence, text"""
     action: Literal["drop", "cut", "report"] | None = None
@@ -311,7 +311,7 @@ class Executor(Section, section="executor", short="name"):
     name: Literal["local", "datatrove", "slurm", "ray"] = "local"
     """local: processes of this machine; the others through datatrove: its own processes, Slurm's job arrays, Ray"""
     workers: int | None = None
-    """processes at once; null: one for each core here, 100 elsewhere"""
+    """processes at once; null: one for each core of this machine, or 100 under Slurm and Ray"""
     partition: str = "cpu"
     """slurm: where jobs run"""
     time: str = "24:00:00"

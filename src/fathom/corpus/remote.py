@@ -16,6 +16,7 @@ from typing import Any
 
 from fathom.corpus.recipe import Executor
 from fathom.errors import DataError, to_install
+from fathom.report.provenance import cores
 
 POLL_SECONDS = 10.0
 LAUNCHER = "launch_pickled_pipeline"
@@ -90,7 +91,7 @@ def _job(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> Any
     shared: dict[str, Any] = {
         "pipeline": [work],
         "tasks": count,
-        "workers": wanted.workers or 100,
+        "workers": wanted.workers or (cores() if wanted.name == "datatrove" else 100),
         "logging_dir": str(logs),
         "skip_completed": False,  # finished tasks are recognised by what they wrote
     }
