@@ -34,6 +34,7 @@ EXPERTS = 8  # maximum experts of a layer
 CLOSE = 1e-5
 DEAD = 1e-6
 REPEATED = 0.3  # median |cosine| of gates and up rows from which these are one witness
+TOGETHER = 256  # groups of neurons whose sums are taken at once
 KEY = 1e-3  # keys of duplicates differ by rounding only
 
 
@@ -200,10 +201,19 @@ def _merged(read: Array, up: Array, write: Array, gated: bool, frame: Frame) -> 
 
 def _sum_products(up: Array, write: Array, groups: list[Array]) -> None:
     """In place: the first of each group gets the largest singular pair of Σ d uᵀ; its scale is in the output."""
-    for group in (some for some in groups if len(some) > 1):
-        (q, r), (p, t) = np.linalg.qr(write[group].T), np.linalg.qr(up[group].T)
-        left, size, right = np.linalg.svd(r @ t.T)
-        write[group[0]], up[group[0]] = size[0] * (q @ left[:, 0]), p @ right[0]
+    sizes = np.array([len(group) for group in groups])
+    for size in np.unique(sizes[sizes > 1]):
+        every = np.stack([group for group in groups if len(group) == size])
+        for block in chunks(len(every), TOGETHER):
+            some = every[block]
+            d, u = write[some].astype(np.float64), up[some].astype(np.float64)  # [groups, size, F]
+            inner = d @ d.swapaxes(1, 2)
+            values, vectors = np.linalg.eigh(u @ u.swapaxes(1, 2))
+            root = vectors * np.sqrt(np.maximum(values, 0))[:, None]  # u uᵀ = root rootᵀ
+            squares, axes = np.linalg.eigh(root.swapaxes(1, 2) @ inner @ root)
+            pick = (root @ axes[:, :, -1:]).swapaxes(1, 2)  # [groups, 1, size]
+            write[some[:, 0]] = (pick @ d)[:, 0]
+            up[some[:, 0]] = (pick @ inner @ u)[:, 0] / np.maximum(squares[:, -1:], canonical.TINY)
 
 
 def alive(sizes: Array) -> Array:
