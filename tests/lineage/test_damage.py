@@ -118,6 +118,8 @@ def test_huge_weights_are_weights(base, tmp_path):
         {"rope_parameters": {"partial_rotary_factor": float("nan")}},
         {"text_config": {"model_type": []}},
         {"head_dim": -1},
+        {"head_dim": 1.5},
+        {"num_attention_heads": True},
         {"num_hidden_layers": 10**9},
         {"num_attention_heads": -4},
     ],

@@ -341,9 +341,9 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
 def _number(config: Mapping[str, object], *keys: str) -> int | None:
     for key in keys:
         value = config.get(key)
-        if type(value) is not int or value == 0:
+        if value == 0 or not isinstance(value, int | float):  # bool is an int
             continue
-        if not 0 < value < 1 << 24:
+        if type(value) is not int or not 0 < value < 1 << 24:
             raise ModelError(f"config.json: {key} {value}: wanted a whole number from 1 to 16,777,215")
         return value
     return None
