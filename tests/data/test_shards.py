@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.data import shards
-from fathom.data.shards import CorpusIndex, ShardWriter, TokenDataset, token_dtype, write_index
+from fathom.data.shards import CorpusIndex, ShardWriter, TokenDataset, read_index, token_dtype, write_index
 from fathom.errors import DataError
 from tests.data.corpora import stream
 
@@ -187,3 +187,11 @@ def test_what_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
 def test_messages_are_one_line() -> None:
     assert shards.first_line(ValueError("one\ntwo")) == "one"
     assert shards.first_line(ValueError()) == "ValueError"
+
+
+def test_the_advice_keeps_the_tokenizer_of_a_model(tmp_path):
+    """A corpus with a tokenizer of its own would be refused for it a command later."""
+    with pytest.raises(DataError, match="no such directory: `fathom prepare TEXT --tokenizer 'my model' --out"):
+        read_index(tmp_path / "none", tokenizer="my model")
+    with pytest.raises(DataError, match="prepare TEXT --train-tokenizer 4096 --out"):
+        read_index(tmp_path / "none")

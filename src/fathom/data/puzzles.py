@@ -336,6 +336,7 @@ def open_data(
     split: str = "train",
     verify: bool | Literal["cached"] = True,
     collections: Sequence[str] = (),
+    tokenizer: str | None = None,
 ) -> TokenDataset:
     """A split of the puzzle or corpus that `data.directory` names, checked like `TokenDataset.open`.
 
@@ -344,13 +345,14 @@ def open_data(
         split: `train` or `val`.
         verify: See `TokenDataset.open`.
         collections: The collections of a mixture, read instead of the whole corpus.
+        tokenizer: See `read_index`.
     """
     if collections:
         return open_mixture(directory, collections, split, verify)
     if is_puzzle(directory):
         return open_puzzle(str(directory), split)
     try:
-        index = read_index(Path(directory))
+        index = read_index(Path(directory), tokenizer=tokenizer)
     except NoCorpus as error:
         raise NoCorpus(f"data.directory={error}") from None
     kind = TargetDataset if index.targets_crc32 else TokenDataset

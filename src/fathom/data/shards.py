@@ -113,21 +113,32 @@ class NoCorpus(DataError):
     """A directory that holds no corpus, not even an unfinished one; it stands first in the message."""
 
 
-def _to_prepare(text: str | Path, out: str | Path) -> str:
-    return shlex.join(["fathom", "prepare", str(text), "--train-tokenizer", "4096", "--out", str(out)])
+def _to_prepare(text: str | Path, out: str | Path, tokenizer: str | None) -> str:
+    of = ["--train-tokenizer", "4096"] if tokenizer is None else ["--tokenizer", tokenizer]
+    return shlex.join(["fathom", "prepare", str(text), *of, "--out", str(out)])
 
 
-def read_index(directory: Path, name: str = INDEX) -> CorpusIndex:
-    """Read and check the index of a finished corpus, or one that was set aside under another name."""
+def read_index(directory: Path, name: str = INDEX, tokenizer: str | None = None) -> CorpusIndex:
+    """Read and check the index of a finished corpus, or one that was set aside under another name.
+
+    Args:
+        directory: The corpus.
+        name: The file in it.
+        tokenizer: The model whose tokenizer a new corpus must have, for the advice where there is none.
+    """
     path = directory / name
     if not path.is_file():
         if directory.is_file():
-            raise NoCorpus(f"{directory} is a file, not a corpus: `{_to_prepare(directory, 'DIR')}` makes one of it")
+            raise NoCorpus(
+                f"{directory} is a file, not a corpus: `{_to_prepare(directory, 'DIR', tokenizer)}` makes one of it"
+            )
         if not directory.is_dir():
-            raise NoCorpus(f"{directory}: no such directory: `{_to_prepare('TEXT', directory)}` makes a corpus")
+            raise NoCorpus(
+                f"{directory}: no such directory: `{_to_prepare('TEXT', directory, tokenizer)}` makes a corpus"
+            )
         if (directory / UNFINISHED).is_dir():
             raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
-        advice = f"`{_to_prepare(directory, 'DIR')}` makes one of its texts"
+        advice = f"`{_to_prepare(directory, 'DIR', tokenizer)}` makes one of its texts"
         raise NoCorpus(f"{directory} is not a prepared corpus, since it has no {INDEX}: {advice}")
     try:
         index = json.loads(path.read_bytes())

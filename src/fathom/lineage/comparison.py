@@ -442,11 +442,11 @@ def compare(
         options = replace(options, nonce=secrets.randbelow(1 << 32))
     if null_file is not None:
         nulls.read(null_file, structure_class(a, b))  # refused before the work if it does not fit
+    others = [where if isinstance(where, Weights) else open_weights(where) for where in controls]  # refused at once
     measured: dict[str, tuple[str, list[Pair]]] = {}
     with holding(a, b):
         pair = measure(a, b, options, progress)
-        for where in controls:
-            other = where if isinstance(where, Weights) else open_weights(where)
+        for other in others:
             if (digest := nulls.digest(other)) in measured:
                 continue
 

@@ -139,7 +139,9 @@ def build_training(
     if data is None:
         # One rank of each machine verifies the checksums for all.
         verify = recipe.data.verify and ranks.local_rank == 0
-        data = open_data(recipe.data.directory, verify=verify, collections=recipe.data.collections)
+        data = open_data(
+            recipe.data.directory, "train", verify, recipe.data.collections, recipe.model.get("from_pretrained")
+        )
     data.require_vocabulary(config.vocab_size)
     if begins:
         require_tokenizer(recipe, data)
@@ -181,7 +183,7 @@ def check_training(recipe: Recipe, begins: bool = True) -> None:
     strategy_of(recipe.parallel, world_size)
     _require_rows_per_rank(recipe, world_size)
     settings = recipe.data
-    data = open_data(settings.directory, verify=False, collections=settings.collections)
+    data = open_data(settings.directory, "train", False, settings.collections, recipe.model.get("from_pretrained"))
     if recipe.evaluate.every:
         open_data(settings.directory, "val", False, settings.collections)
     config = recipe.config()

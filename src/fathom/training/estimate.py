@@ -131,7 +131,9 @@ def estimate(recipe: Recipe) -> Estimate:
 
 def _require_vocabulary(recipe: Recipe, config: FathomConfig) -> None:
     try:
-        data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+        data = open_data(
+            recipe.data.directory, "train", False, recipe.data.collections, recipe.model.get("from_pretrained")
+        )
     except DataError:
         return  # not prepared yet
     data.require_vocabulary(config.vocab_size)

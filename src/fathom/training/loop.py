@@ -136,7 +136,9 @@ class Run:
         verify = recipe.data.verify and ranks.local_rank == 0
         split: TokenDataset | None = None
         if recipe.evaluate.every or has_split(recipe.data.directory, "val", recipe.data.collections):
-            split = open_data(recipe.data.directory, "val", verify, recipe.data.collections)
+            split = open_data(
+                recipe.data.directory, "val", verify, recipe.data.collections, recipe.model.get("from_pretrained")
+            )
         self.held_out = HeldOut(split)
         keep, later = recipe.train.keep_last, recipe.train.async_save
         self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.say)

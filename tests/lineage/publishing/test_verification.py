@@ -270,3 +270,18 @@ def test_verify_reads_the_page(reports, tmp_path):
     (tmp_path / "report.html").write_text(text.replace(sentence, "These weights were stolen."))
     result = commands.verify(tmp_path / "report.json")
     assert result.exit_code == 1 and "report.html: says 'These weights were stolen.'" in result.text
+
+
+@pytest.mark.parametrize(
+    ("said", "again", "same"),
+    [
+        ("851e718a" + "0" * 56, "851e718a" + "0" * 56, True),  # read as a number it is infinite
+        ("12e3" + "a" * 60, "12e3" + "a" * 59 + "b", False),
+        ("12e3" + "0" * 60, "13e3" + "0" * 60, False),
+        ("p 1.00e-05 of 12", "p 1.00e-05 of 12", True),
+        ("p 1.00e-05 of 12", "p 1.00e-05 of 13", False),
+    ],
+)
+def test_hashes_are_compared_as_they_are(said, again, same):
+    """Also in sections whose sentences may differ in the last digit of a number."""
+    assert verification._same(said, again, ("null", "pairs", "1", "0")) is same

@@ -68,6 +68,8 @@ def card(weights: Weights, all_layers: bool = False) -> Card:
 
 def read_card(path: Path) -> Card:
     """A card from a file, checked."""
+    if path.is_dir():
+        raise ModelError(f"{path} is a directory: `fathom lineage card {path}` makes a card of a model")
     body = parse_json(path.read_bytes(), str(path))
     try:
         found = restored(Card, body)
@@ -97,6 +99,8 @@ class Hit:
 
 def in_library(directory: Path) -> list[Path]:
     """The files of a directory that may be cards, by name."""
+    if not directory.is_dir():
+        raise ModelError(f"{directory}: no such directory of cards: `fathom lineage card MODEL` makes them")
     return sorted(path for path in directory.iterdir() if path.suffix in {".json", ".card"} and path.is_file())
 
 

@@ -225,6 +225,11 @@ def verify(
     return Verification(not findings, findings)
 
 
+def _listed(names: Sequence[object], most: int = 8) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def _unfounded(body: Mapping[str, object], tensors: int, leaves: Mapping[str, bytes]) -> list[str]:
     """Published parts of a commitment that neither the weights nor the root confirm."""
     findings = (
@@ -244,7 +249,7 @@ def _unfounded(body: Mapping[str, object], tensors: int, leaves: Mapping[str, by
         "missing": [name for name in leaves if name not in said],
         "not of this model": [name for name in said if name not in leaves],
     }
-    findings += [f"{what}: {', '.join(map(str, some[:8]))}" for what, some in parts.items() if some]
+    findings += [f"{what}: {_listed(some)}" for what, some in parts.items() if some]
     if not any(parts.values()) and list(said) != list(leaves):
         findings.append("its leaves are not in their order")
     return findings
