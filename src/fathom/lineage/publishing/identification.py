@@ -118,7 +118,8 @@ def identify(
     found = [_candidate(weights, hit, controls, options, progress) for hit in near]
     refused = {name: f"related to {weights.name}, so it is a candidate" for name in kin}
     told = tuple(Control(other.name, refused.get(other.name, "")) for other, _ in used)
-    notes = () if controls else ("The library has no further model of this shape, so there are no controls.",)
+    none = f"The library has no model of this shape beyond the nearest {top}, so there are no controls."
+    notes = () if controls else (none,)
     ranked = tuple(sorted(found, key=lambda one: one.rank))
     return Identification(weights.name, len(hits), options.nonce, ranked, told, (*notes, *NOTES))
 
