@@ -61,6 +61,8 @@ def main(words: list[str] | None = None) -> int:
             if time.process_time() > options.seconds:
                 break
             first, *others = families.planted(number).models
+            if not all((options.directory / str(number) / name).exists() for name in others):
+                continue  # families.py was stopped before it
             for name in others:
                 query = cards.card(open_weights(options.directory / str(number) / name))
                 started = time.process_time()
