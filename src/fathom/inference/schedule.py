@@ -1,11 +1,10 @@
 """Which prompt is read next, and how much of it: the one with the fewest tokens left, but no prompt waits for ever.
 
 A prompt that others have overtaken counts as shorter, so it is overtaken by at most `PATIENCE` times its own tokens.
-Then a prompt interrupts it only if it has read as many tokens in a row. One of a few tokens is the first to be read
-between two steps however long others have waited, and the rest of that turn is theirs: it waits for what is being read,
-and for a step. The further texts of a request let other requests go first.
-Everything is counted in tokens, not in seconds; only the size of a chunk, and how many texts of one request run at a
-time, follow from the time that the latest ones took.
+Then a prompt interrupts it only if it has read as many tokens in a row. A prompt of a few tokens is read first between
+two steps, however long others have waited; they have the rest of that turn. So it waits for one chunk and one step. The
+further texts of a request let other requests go first. Everything is counted in tokens, not in seconds; only the size
+of a chunk, and how many texts of one request run at a time, follow from the time that the latest ones took.
 """
 
 from __future__ import annotations
