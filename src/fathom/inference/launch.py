@@ -31,6 +31,8 @@ from fathom.inference.server import AddPages, Service, build_app
 from fathom.iterations import check_trips
 from fathom.kvcache.policy import PLAIN, CacheOptions, choose
 
+UNSENT = 1 << 16
+"""Most bytes of a connection that the system holds before they are sent."""
 # Origins as browsers write them: lower case, ASCII, no path, no default port.
 ORIGIN = re.compile(
     r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
@@ -69,6 +71,8 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # inherited; else megabytes hide how slowly one reads
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT)
         listener.bind(address)
     except (OSError, UnicodeError) as error:
         raise SettingsError(f"cannot listen on {host} port {port}: {error}") from error
