@@ -250,6 +250,52 @@ def test_a_long_prompt_is_read_beside_short_ones_that_never_end(monkeypatch):
         running.join(10)
 
 
+def test_a_prompt_gets_the_room_that_it_waits_for(monkeypatch):
+    """Short prompts that never end do not take it for ever, though each goes first where there is room."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 32)
+    monkeypatch.setattr(engines, "ROWS", 4)
+    running, made, over = Engine(model_of("vanilla")[0], BUDGET), [], threading.Event()
+    long = Collected([7] * 40, 2, Choice())
+
+    def again(event=None):
+        if isinstance(event, str | None) and not over.is_set():
+            made.append(Collected([5] * 8, 2 + len(made) if len(made) < 4 else 5, Choice()))
+            made[-1].job.deliver = again
+            running.submit([made[-1].job])
+
+    try:
+        held = threading.Event()
+        running.call(lambda: held.wait(60))
+        for _ in range(8):
+            again()
+        running.submit([long.job])
+        held.set()
+        threading.Timer(5, over.set).start()
+        assert long.wait() == "length" and not over.is_set()
+        assert 8 * len(made) <= 40 * (PATIENCE + 4)
+    finally:
+        over.set()
+        running.join(10)
+
+
+def test_known_prompts_take_no_pass(monkeypatch):
+    """Prompts that are in the prefix cache join together, as many as a turn has tokens."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 16)
+    running, joins = Counted(model_of("vanilla")[0], BUDGET, prefix_budget=1 << 24), []
+    try:
+        first = Collected([5 + i for i in range(40)], 2, Choice())
+        running.submit([first.job])
+        first.wait()
+        running.log.clear()
+        jobs = [Collected([*first.job.prompt], 4, Choice()) for _ in range(12)]
+        submitted_at_once(running, jobs)
+        assert [one.wait() for one in jobs] == ["length"] * 12
+        joins = [part.split().count("0") for part in " ".join(map(str, running.log)).split("step")]
+        assert max(joins) >= 10
+    finally:
+        running.join(10)
+
+
 def test_what_is_set_aside_counts_as_memory(monkeypatch):
     """A short prompt waits rather than that a copy of the long one exceeds the budget."""
     monkeypatch.setattr(engines, "chunk", lambda seconds: 16)

@@ -242,6 +242,8 @@ class Engine:
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.paused: list[tuple[Lane, Job]] = []
         """Jobs whose prompts were interrupted by shorter ones."""
+        self.blocked: Job | None = None
+        """The job that last waited for room after others had overtaken it enough."""
         self.fitting: dict[int | None, float] = {}
         """How many tokens of a prompt can be read between two steps, by number of trips."""
         self.steps: dict[int | None, tuple[int, float]] = {}
@@ -427,7 +429,8 @@ class Engine:
             for other in [one for one in self.lanes.values() if one is not lane]:
                 self._guarded(other, other.batch.reserve, *other.rectangle)
             part, most = FIRST_PART if not spent and jobs[0].left <= LEAST else 1.0, rest(spent, share)
-            spent += min(part, taken(self._guarded(lane, self._read, lane, jobs, most) or 1, share))
+            count = self._guarded(lane, self._read, lane, jobs, most)
+            spent += min(part, taken(count, share)) if count else 1 / share  # without a pass: it was known, or failed
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _share(self, job: Job) -> int:
@@ -443,10 +446,9 @@ class Engine:
         for job in [*waiting, *(job for _, job in self.paused), *([] if reading is None else [reading])]:
             job.passed = read - job.before - (job.read - job.cached)
         paused = [job for _, job in self.paused]
-        able = (
-            [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading, not spent)]
-        )
-        for job in in_order(able, not spent):
+        first = not spent and self.blocked not in waiting
+        able = [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading, first)]
+        for job in in_order(able, first):
             if job.paused is not None:
                 self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
                 self.paused.remove((self.joining[0], job))
@@ -454,6 +456,7 @@ class Engine:
             if self._admit(job, waiting, spent):
                 return True
             if rank(job) <= 0 and not self._has_fellows(job):  # overtaken enough: nobody takes the room it waits for
+                self.blocked = job
                 break
         return self.joining is not None
 
@@ -581,9 +584,10 @@ class Engine:
             lane.batch.resume(state)
         elif not job.read:
             self._take_over(lane, job)
-        share = BY_ROWS if self.by_rows else piece(len(job.prompt) - job.read, left)
-        whole = len(job.prompt) if not may_chunk(self.model) else min(SCORED, share) if job.score_prompt else share
         end = job.cut if job.read < job.cut else len(job.prompt)
+        share = min(SCORED, left) if job.score_prompt else left
+        whole = BY_ROWS if self.by_rows else piece(end - job.read, share)
+        whole = whole if may_chunk(self.model) else len(job.prompt)
         chunk = job.prompt[job.read : min(end, job.read + whole)]
         logits = lane.batch.read(chunk, every=job.score_prompt) if job.behind is None else job.behind
         if job.score_prompt:
