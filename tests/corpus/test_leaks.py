@@ -507,7 +507,9 @@ def test_another_question_s_answer_is_none() -> None:
     asked = " ".join([word for word in Prose(71).words if len(word) > 3][:6])
     item, reasons = Item("x", asked, gold="marsupial"), " ".join(Prose(33).document(300).split()[:40])
     assert hits([item], around(f"{asked}? {reasons} So the answer is marsupial."))
+    assert hits([item], around(f"{asked}? {reasons} Is that right? It is a marvel. So the answer is marsupial."))
     for clean in (
+        f"{asked}? {reasons} What is a kangaroo？ Answer: marsupial.",
         f"{asked}? {reasons} What is a kangaroo? Answer: marsupial.",
         f"Which is larger, a placental or a marsupial? Answer: placental. {reasons} {asked}?",
         f"So the answer is marsupial. {reasons} {asked}?",

@@ -42,6 +42,11 @@ from fathom.corpus.typeset import typeset
             "said, dhow",
         ),
         (
+            "<p>a<a epub:type=noteref href='#fn4'>iv</a> b<a epub:type=noteref href='#n1'>1.</a> c<a epub:type=noteref "
+            "href='#n1001'>[1001]</a> d<a epub:type=noteref href='#n'>‖</a> <a epub:type=noteref href='#n'>civil</a>",
+            "a b c d civil",
+        ),
+        (
             "<p>by<a epub:type=noteref href='e#note-1089'>1089</a> in <a epub:type=noteref href='#n7'>1884</a>",
             "by in 1884",
         ),

@@ -287,7 +287,7 @@ class _Reader(HTMLParser):
         if one.script and text.strip():
             text = f"/{text}" if one.script == "/" else f"{one.script}{{{text.strip()}}}"
             text = _optional(text) if one.note or not said else text
-        elif (one.tag in LINKS or one.note) and (text.strip() in one.named or _is_mark(text)):
+        elif (one.tag in LINKS or one.note) and (text.strip("[](). ") in one.named or _is_mark(text)):
             text = _optional(text)
         above = self._open[-1]
         above.text += text + ("" if one.tag in (*INLINE, *CLOSE) else " ")

@@ -52,6 +52,8 @@ COMMON = ("yes", "no", "true", "false")
 """Answers that any text may have after a question, beside label words and digits: only label words lead to them."""
 CONCLUSIONS, REASONS = ("answer", "boxed"), 200
 """What an answer behind reasons follows, and the words of these."""
+OTHER = re.compile(r"[?？؟](?:(?!\w{3}[.!。]).)*\Z", re.DOTALL)
+"""A question behind which no sentence ends: what follows may be its answer, and not that of an earlier question."""
 DENIALS = ("not", "never", "nothing", "neither", "nor", "except")
 """Words after which an answer is not given."""
 SHARED = 3
@@ -360,10 +362,9 @@ def _beside(words: Words, begin: int, end: int, wanted: Wanted, text: str) -> tu
     found, place = _answer_end(after, wanted)
     if found:
         return 0, found
-    if found := _concluded(after, place, wanted):
-        between = text[int(words.starts[end]) : int(words.starts[end + found - 1])]
-        if "?" not in between:  # else it may be another question's answer
-            return 0, found
+    said, found = _concluded(after, place, wanted)
+    if found and not OTHER.search(text[int(words.starts[end]) : int(words.starts[end + said])]):
+        return 0, found
     return _answer_end(words.numbers[low:begin].tolist()[::-1], wanted.reversed())[0], 0
 
 
@@ -391,18 +392,19 @@ def _answer_end(after: Sequence[int], wanted: Wanted) -> tuple[int, int]:
             return 0, place
 
 
-def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> int:
-    """How many words after a question its answer ends, if reasons stand between them, and "so the answer is"."""
+def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> tuple[int, int]:
+    """How many words after a question "so the answer is" begins, and the answer ends, if reasons stand between; the end
+    is 0 if no answer follows."""
     said = next(
         (at for at in range(place, min(place + REASONS, len(after))) if after[at] in _conclusions()), len(after)
     )
     for at in range(said + 1, min(said + 1 + MOST_LABELS, len(after))):
         for gold in wanted.golds:
             if list(after[at : at + len(gold)]) == gold and not _common().issuperset(gold):
-                return at + len(gold)
+                return said, at + len(gold)
         if after[at] not in _labels():
             break
-    return 0
+    return said, 0
 
 
 def _alternatives(after: Sequence[int], wanted: Wanted) -> int:

@@ -61,8 +61,10 @@ CLASS = re.compile(r"\.([\w-]+)(?=[\s,:]*$|\s*,)")
 SHEET = re.compile(r"<style\b[^>]*>(.{1,200000}?)</style", re.IGNORECASE | re.DOTALL)
 SCRIPTS = ("sup", "superscript", "align-super", "exponent", "sub", "subscript", "align-sub")
 """Classes that say where an element is set, in any style sheet."""
-MARK = re.compile(r"[\[(]?(?:\d{1,3}[a-z]?|[a-z]|[*†‡§¶#]{1,3})[\])]?")
-"""A note's mark on the line. A longer number is one if the link ends with it: otherwise it may be a year."""
+ROMAN = "(?=[ivxl])(?:xl|l?x{0,3})(?:ix|iv|v?i{0,3})"
+MARK = re.compile(rf"(?:(?:fn?|n)?\d{{1,3}}[a-z]?(?:,\s?\d{{1,3}})*|[a-z]|{ROMAN}|[*†‡§¶#‖⁎∗]{{1,3}})", re.IGNORECASE)
+"""A note's mark on the line, without its brackets. A longer number is one if the link ends with it: otherwise it may be
+a year."""
 NAMING = ("class", "role", "rel", "epub:type", "id", "data-role")
 MATH_IMAGE = re.compile(r"(?:^|[\s_-])(?:tex|latex|math|mwe-math)", re.IGNORECASE)
 
@@ -281,7 +283,7 @@ def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -
 
 def _is_mark(said: str, link: str) -> bool:
     """Whether a link that calls itself `noteref` holds nothing but a mark; glossaries link the word itself."""
-    mark = unicodedata.normalize("NFKC", said).strip("^{} ")  # which may have been set above the line
+    mark = unicodedata.normalize("NFKC", said).strip("^{}[](). ")  # which may have been set above the line
     return bool(MARK.fullmatch(mark)) or (mark.isdecimal() and re.search(rf"(?<!\d){mark}$", link) is not None)
 
 
