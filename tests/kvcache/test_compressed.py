@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from fathom.kvcache import METHODS, MemoryCache, Once, UntunedWarning, build_cache, cache_bytes, compressed
 from fathom.kvcache.compressed import NothingCompressedWarning
@@ -341,6 +341,12 @@ def test_assisted_decoding_after_a_compressed_prompt(case, how):
     with compressed(model, "snapkv", ratio=0.4):
         plain = model.generate(prompt, **options)
         assert torch.equal(model.generate(prompt, past_key_values=cache, **given, **options), plain)
+        settings = GenerationConfig(**options, **(given if how == "lookup" else {}))
+        assert torch.equal(model.generate(prompt, settings, **(given if how == "assistant" else {})), plain)
+        for own in (dict(assistant_model=model), dict(assistant_early_exit=1)):
+            with pytest.raises(ValueError, match="a model that guesses for itself"):
+                model.generate(prompt, **own, **options)
+        assert torch.equal(model.generate(prompt, **options), plain)
     assert cache.schedule.window == 40 and cache.entries == cache.seen - 24
     for other in (dict(while_decoding=True), dict(quantized="int8"), dict(window=32)):
         with compressed(model, "snapkv", **other), pytest.raises(NotImplementedError, match="without assistant_model"):
@@ -361,6 +367,8 @@ def test_an_answer_may_be_taken_back(model):
     assert torch.equal(*(model(other, past_key_values=each).logits for each in (cache, fresh)))
     with pytest.raises(NotImplementedError, match="cannot give tokens back"):
         cache.crop(-10)
+    with pytest.raises(ValueError, match="negative"):
+        cache.crop(5)
     assert cache.seen == 99
 
 

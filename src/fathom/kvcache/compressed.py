@@ -34,7 +34,7 @@ from .rows import left_padding, real_tokens
 from .schedule import UNTOUCHED, Eager, Once, Schedule
 from .watch import decoder_of, named, watch
 
-ASSISTED = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+ASSISTED = ("assistant_model", "prompt_lookup_num_tokens")
 """Arguments of `generate` by which guesses come before the tokens that are generated."""
 _OPEN: WeakSet[nn.Module] = WeakSet()
 """Decoders whose prompts are being compressed."""
@@ -231,9 +231,18 @@ def prompts_of(model: PreTrainedModel) -> Iterator[Asked]:
     @functools.wraps(generate)
     def told(*args: object, **kwargs: Any) -> object:
         found = [*args[:1], *(kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))]
+        settings = kwargs.get("generation_config") or next(iter(args[1:2]), None) or base.generation_config
+
+        def option(name: str) -> object:
+            return kwargs.get(name, getattr(settings, name, None))
+
+        if option("assistant_early_exit") or option("assistant_model") is base:
+            raise ValueError(
+                "compressed: a model that guesses for itself would read compressed prompts for its guesses: leave "
+                "assistant_early_exit out, and give another model as assistant_model"
+            )
         asked.tokens = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)
-        settings = kwargs.get("generation_config") or base.generation_config
-        asked.assisted = any(kwargs.get(name, getattr(settings, name, None)) for name in ASSISTED)
+        asked.assisted = any(map(option, ASSISTED))
         try:
             return generate(*args, **kwargs)
         finally:

@@ -258,8 +258,10 @@ class Memory(CacheLayerMixin):
         return self.adds and self.seen - count >= self.prompt
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, if they came after a prompt that is compressed once."""
-        count = abs(tokens_to_remove)
+        """Take back the last tokens, if they came after a prompt that is compressed once; their number is negative."""
+        if tokens_to_remove > 0:  # once a cache's new length: taking it for a number of tokens would lose others
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back, negative")
+        count = -tokens_to_remove
         if count and not self.gives_back(count):
             raise NotImplementedError(
                 "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "
