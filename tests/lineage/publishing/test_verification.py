@@ -285,3 +285,11 @@ def test_verify_reads_the_page(reports, tmp_path):
 def test_hashes_are_compared_as_they_are(said, again, same):
     """Also in sections whose sentences may differ in the last digit of a number."""
     assert verification._same(said, again, ("null", "pairs", "1", "0")) is same
+
+
+@pytest.mark.parametrize("word", ["851e718abcdef012", "12e3000000000000"])
+def test_the_hashes_of_a_page_are_compared_as_they_are(word):
+    page = "<p>root {}</p>"
+    assert verification.page_differences(page.format(word), page.format(word)) == []
+    for other in (word[:-1] + "3", word[:4] + "9" + word[5:]):
+        assert verification.page_differences(page.format(word), page.format(other))

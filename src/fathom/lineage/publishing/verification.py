@@ -40,7 +40,7 @@ SENTENCES = {
 }
 _HASH = re.compile(r"[0-9a-f]{32,}")
 """Compared as it is: read as a number, 851e718… is infinite, and 12e3… equals what differs in its last letter."""
-_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![0-9A-Za-z])")
 
 
 def read_statement(file: Path) -> dict[str, object]:
@@ -91,7 +91,7 @@ def page_differences(said: str, again: str) -> list[str]:
     return [
         f"report.html: says {one!r:.100}, the report gives {other!r:.100}"
         for one, other in pairs
-        if not _same_sentence(one, other)
+        if one != other and not _same_sentence(one, other)
     ]
 
 
