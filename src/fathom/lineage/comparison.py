@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,7 @@ from fathom.lineage.verdict import Findings, Verdict
 from fathom.lineage.weights import SMALL_BYTES, Told, Weights, holding, open_weights
 
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
-CONTROL_FFN_LAYERS = 3  # of controls, in fast mode
+CONTROL_FFN_LAYERS = 4  # of controls, in fast mode
 ANCHORS, FAST_ANCHORS = 1024, 256  # number of anchor strings for the terms of two layers, and of all layers
 OWN_ANCHORS = 4096  # tokens that HuRef takes of each model
 BLIND_NEEDS = "no test without a tokenizer: it needs two layers with known values, outputs and feed-forward weights"
@@ -225,12 +226,13 @@ def _neurons(
 
 
 def _drawn(pairs: list[tuple[int, int]], a: Weights, b: Weights, options: Options) -> list[tuple[int, int]]:
-    """The pairs of layers that T4 and T5 look at: all of small models, else some that the nonce draws."""
+    """The pairs of layers that T4 and T5 look at: all of small models, else one of each stretch, drawn by the nonce."""
     limit = len(pairs) if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
     limit = limit if options.most is None else min(limit, options.most)
     if limit >= len(pairs):
         return pairs
-    return sorted(pairs[at] for at in np.random.default_rng(options.drawn).choice(len(pairs), limit, replace=False))
+    draw, ends = np.random.default_rng(options.drawn), np.linspace(0, len(pairs), limit + 1).round().astype(int)
+    return [pairs[draw.integers(*stretch)] for stretch in pairwise(ends)]
 
 
 def _values(

@@ -46,7 +46,7 @@ RESHAPED = 0.5  # the drift that counts for a change of shape
 DECIDED = 0.95  # the support below which an edge is undecided
 EXACT = 0.02  # maximum unexplained part of a merge that is reported
 BEYOND = 0.2  # cosine at a merge from which it does not lie between two models
-SAME = 0.02  # drift below which a copy holds its original's weights
+SAME = 0.02  # drift below which weights are all but the same, and either model may be the first
 MISSING = (
     "A parent may be missing from the set: neighbours are then siblings, or a grandparent and its grandchild, although "
     "the tree joins them."
@@ -95,7 +95,7 @@ class Family:
     models: tuple[str, ...]
     edges: tuple[Edge, ...]
     merges: tuple[Merge, ...] = ()
-    root: tuple[str, ...] = ()  # the first model, if no model is missing; several if they hold the same weights
+    root: tuple[str, ...] = ()  # the first model, if no model is missing; several if their weights are all but the same
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def _may_come_from(
 
 
 def _root(known: _Known, chosen: Sequence[Place], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """The first model of a tree, if its neighbours' places show it, with copies that hold the same weights."""
+    """The first model of a tree, if its neighbours' places show it, with those whose weights are all but the same."""
     ways: dict[int, list[int]] = {}  # neighbours that may have come before or after a model
     same: dict[int, list[int]] = {}
     unclear = set()
@@ -256,7 +256,10 @@ def _root(known: _Known, chosen: Sequence[Place], edges: Sequence[Edge]) -> tupl
         space = known.space(at, *others)
         if up is not None and space and any(space.cosine(at, up, o) >= distances.FORK[0] for o in others if o != up):
             return ()
-    return tuple(known.models[i].name for i in (found[0], *same.get(found[0], [])))
+    firsts = [found[0]]
+    for at in firsts:  # which grows
+        firsts += [one for one in same.get(at, []) if one not in firsts]
+    return tuple(known.models[i].name for i in firsts)
 
 
 def _forks(known: _Known, at: int, others: Sequence[int]) -> bool:
