@@ -29,6 +29,7 @@ from fathom.experiments.contrasts import parse_contrasts
 from fathom.experiments.differences import summarize
 from fathom.experiments.plan import Plan, make_plan, read_measured
 from fathom.experiments.team import Team
+from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
@@ -263,6 +264,36 @@ def test_equal_flops(small: Recipe):
     assert spent["larger"] == pytest.approx(spent["vanilla"], rel=1e-3)
     assert recipes["loop"].train.steps < recipes["vanilla"].train.steps
     assert recipes["shorter"].train.steps == 5  # what an arm says itself is left alone
+
+
+def test_an_arm_as_large_as_another(small: Recipe):
+    """A loop holds the experts that bring its parameters nearest to those of as many layers without one."""
+    looped = "model.num_hidden_layers=4;model.recurrence_options.trips=2;model.experts="
+    arms = parse_arms(f"once=vanilla;model.num_hidden_layers=6;model.experts=8,loop=loop;{looped}as-large-as-once")
+    recipes = arm_recipes(small.override("model.intermediate_size=64"), arms, "flops")
+    once, loop = (count_parameters(recipes[name].config()) for name in ("once", "loop"))
+    found = recipes["loop"].model["experts"]
+    aside = [count_parameters(recipes["loop"].override(f"model.experts={found + by}").config()) for by in (-1, 1)]
+    assert abs(loop - once) < min(abs(other - once) for other in aside)
+    assert isinstance(found, int) and found > 8
+    wide = parse_arms("six=vanilla;model.num_hidden_layers=6,wide=loop;model.intermediate_size=as-large-as-six")
+    one, other = (count_parameters(recipe.config()) for recipe in arm_recipes(small, wide, "tokens").values())
+    assert other == pytest.approx(one, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ("model.experts=as-large-as-nobody", "an arm that has none"),
+        ("model.experts=as-large-as-loop", "an arm that has none"),
+        ("model.experts=as-large-as-vanilla;model.intermediate_size=as-large-as-vanilla", "one such key"),
+        ("model.rms_norm_eps=as-large-as-vanilla", "any whole number"),
+        ("model.num_hidden_layers=30;model.intermediate_size=as-large-as-vanilla", "is nearest, with"),
+    ],
+)
+def test_a_number_that_cannot_be_found(small: Recipe, words: str, why: str):
+    with pytest.raises(SettingsError, match=why):
+        arm_recipes(small, parse_arms(f"vanilla,loop=loop;{words}"), "tokens")
 
 
 def test_arms_of_fewer_steps_read_what_the_control_reads(small: Recipe):

@@ -20,7 +20,7 @@ from fathom.experiments.ladder import add_seeds, climb, rewrite
 from fathom.experiments.ladder_results import ArmRow, LadderReport
 from fathom.experiments.multipliers import _read as read_bytes
 from fathom.experiments.multipliers import verdict
-from fathom.experiments.rungs import Ladder, load_ladder, without_embeddings
+from fathom.experiments.rungs import LAYERS, Ladder, load_ladder, without_embeddings
 from fathom.experiments.schedule import Task
 from fathom.experiments.stages import STAGES, State
 from fathom.experiments.tuning import FLAT
@@ -440,6 +440,15 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
         one = 3 * size.hidden * size.layers  # parameters of a unit of the MLP's width
         assert 0 <= wide - arm < one
     assert "as-large-as" not in str([arm.name for arm in make(tmp_path, arms, parameters=False).every_arm])
+
+
+def test_an_arm_is_as_large_as_the_control_at_every_size(tmp_path: Path) -> None:
+    ladder = make(tmp_path, f"vanilla,wide=loop;{LAYERS}=1/2;model.intermediate_size=as-large-as-vanilla", **SMALL)
+    for size in ladder.sizes:
+        wide, control = (ladder.recipe_at(arm, size).config() for arm in reversed(ladder.arms))
+        assert wide.num_hidden_layers == control.num_hidden_layers // 2
+        one = 3 * wide.hidden_size * wide.num_hidden_layers  # parameters of a unit of its MLP's width
+        assert abs(without_embeddings(wide) - without_embeddings(control)) <= one / 2
 
 
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:

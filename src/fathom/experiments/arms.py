@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fathom.errors import SettingsError
-from fathom.models.cost import training_visits
+from fathom.models.cost import count_parameters, training_visits
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, differences, parse_recipe
 from fathom.training.counted import step_flops
@@ -18,6 +19,12 @@ Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 LONGEST = 100
 """Characters of an arm's name, which names files and directories."""
+MOST = 2**20
+"""Up to which a number of experts or channels is looked for."""
+NEAR = 0.05
+"""By how much of its parameters such an arm may differ from the other one."""
+AS_LARGE = "as-large-as-"
+"""In front of an arm's name as the value of a key: the number that gives both arms as many parameters."""
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
 """Keys that an arm may not override, because arms are paired."""
 
@@ -85,7 +92,7 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
         arms: The control first.
         equal: The budget.
     """
-    recipes = {arm.name: arm.recipe(base) for arm in arms}
+    recipes = {arm.name: as_large(arm, arms, base).recipe(base) for arm in arms}
     control = recipes[arms[0].name]
     budget = _spent(control, equal)
     for arm in arms[1:]:
@@ -94,6 +101,52 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
         steps = recipe.train.steps if arm.own_steps else scaled
         recipes[arm.name] = _beside(control, recipe, steps)
     return recipes
+
+
+def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
+    """An arm with the number in place of `model.experts=as-large-as-OTHER`: the whole one that brings its parameters
+    nearest to the other arm's.
+    """
+    words = [override.partition("=") for override in arm.overrides]
+    open_keys = [(key, value.strip()) for key, _, value in words if value.strip().startswith(AS_LARGE)]
+    if not open_keys:
+        return arm
+    (key, value), *more = open_keys
+    other = next((one for one in arms if one.name == value.removeprefix(AS_LARGE) and one.name != arm.name), None)
+    if other is None or more or any(AS_LARGE in override for override in other.overrides):
+        raise SettingsError(f"arm {arm.name}: {key}={value}: allowed: one such key, and an arm that has none")
+
+    def with_number(number: int) -> Arm:
+        written = tuple(f"{key}={number}" if AS_LARGE in override else override for override in arm.overrides)
+        return replace(arm, overrides=written)
+
+    def parameters(number: int) -> int:
+        return count_parameters(with_number(number).recipe(base).config())
+
+    wanted, low = count_parameters(other.recipe(base).config()), _smallest(parameters, f"arm {arm.name}: {key}")
+    high = low + 1
+    while parameters(high) < wanted and high < MOST:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if parameters(middle) < wanted else (low, middle)
+    nearest = min((low, high), key=lambda number: abs(parameters(number) - wanted))
+    if abs(parameters(nearest) - wanted) > NEAR * wanted:
+        raise SettingsError(
+            f"arm {arm.name}: {key}={value}: {nearest} is nearest, with {parameters(nearest):,} parameters for "
+            f"{wanted:,}; write the number to accept it"
+        )
+    return with_number(nearest)
+
+
+def _smallest(parameters: Callable[[int], int], key: str) -> int:
+    """The first whole number that a key may have; every one after it must be allowed too."""
+    for number in range(1, 65):
+        with suppress(SettingsError):
+            parameters(number + 1)
+            parameters(number)
+            return number
+    raise SettingsError(f"{key}: {AS_LARGE} is for keys that may be any whole number, such as model.experts")
 
 
 def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:

@@ -17,7 +17,7 @@ from pathlib import Path
 from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
-from fathom.experiments.arms import Arm, parse_arms, training_flops
+from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops
 from fathom.experiments.plan import Plan, check, plan_file
 from fathom.experiments.rules import Rules, ladders_folder
 from fathom.experiments.scaling import ESTIMATOR
@@ -155,7 +155,7 @@ class Ladder:
         """An arm of a rung's comparison, with its depth, learning rate and weight decay at that rung."""
         if arm.name.startswith(MATCHED):
             arm = self._matched(arm, size)
-        arm = _with_layers(arm, size)
+        arm = as_large(_with_layers(arm, size), [_with_layers(one, size) for one in self.arms], self.bases[size])
         rate = self.recipe.optim.lr if rate is None else rate
         carried = (f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}")
         return dataclasses.replace(arm, overrides=(*arm.overrides, *carried))
@@ -341,7 +341,7 @@ def _added(out: Path) -> tuple[Added, ...]:
 MOST = 100
 """The largest share of layers, beyond which numbers overflow."""
 SHARE = re.compile(r"\s*\d+(\s*/\s*\d+|\.\d*)?\s*", re.ASCII)
-MATCHED = "as-large-as-"
+MATCHED = AS_LARGE
 """Prefix of the name of a control that matches an arm's parameters."""
 
 
@@ -410,7 +410,8 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
     """Reject an arm's own learning rate or weight decay, which the ladder would overwrite."""
-    kept = _with_layers(arm, ladder._shape(0))
+    shape = ladder._shape(0)
+    kept = as_large(_with_layers(arm, shape), [_with_layers(one, shape) for one in ladder.arms], ladder.recipe)
     own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
