@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -64,13 +65,6 @@ def anchor_embeddings(weights: Weights, rows: Array, published: bool = False) ->
     return gathered(weights, np.asarray(rows, np.int64), table)
 
 
-def standardised(term: Array) -> Array:
-    """HuRef's normalisation: mean 0, standard deviation 1."""
-    term = term - float(term.mean(1).mean(dtype=np.float64))
-    squares = float(np.einsum("ij,ij->i", term, term).sum(dtype=np.float64))  # row by row, which loses no precision
-    return term / max(math.sqrt(squares / max(term.size - 1, 1)), canonical.TINY)
-
-
 def double_centred(term: Array) -> Array:
     """Rows and columns lose their means; Frobenius norm 1."""
     term = bounded(term)
@@ -88,22 +82,42 @@ def _cosine(pairs: Iterable[tuple[Array, Array]]) -> float:
     return dot / math.sqrt(max(norm_a * norm_b, canonical.TINY))
 
 
+@dataclass(frozen=True)
+class Spanned:
+    """Anchor embeddings X = Q R, and the anchors' vector of ones = Q r.
+
+    A term is Q T Qᵀ for T from R in place of X, so no term of N² numbers is needed: T has at most width + 1 rows.
+    """
+
+    q: Array  # [N, k], k = min(N, width + 1)
+    r: Array  # [k, width]
+    ones: Array  # [k]
+
+    @classmethod
+    def of(cls, x: Array) -> Spanned:
+        """Of anchor embeddings [N, width]."""
+        q, r = np.linalg.qr(np.concatenate([x, np.ones_like(x[:, :1])], axis=1))
+        return cls(q, np.ascontiguousarray(r[:, :-1]), r[:, -1])
+
+    def standardised(self, term: Array) -> Array:
+        """HuRef's normalisation, mean 0 and one standard deviation, of a term [k, k]; the norm becomes 1."""
+        mean = (self.ones @ term @ self.ones) / (self.ones @ self.ones) ** 2
+        term = term - mean * np.outer(self.ones, self.ones)
+        return term / max(float(np.linalg.norm(term)), canonical.TINY)
+
+
 def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = False) -> float:
     """Invariant-term cosine over the last two layers; `published` keeps HuRef's gated term and raw weights."""
-    x_a, x_b = anchor_embeddings(a, rows_a, published), anchor_embeddings(b, rows_b, published)
-
-    def pairs() -> Iterator[tuple[Array, Array]]:
-        last = (
-            zip(a.keyed[-2:], b.keyed[-2:], strict=False)
-            if min(len(a.keyed), len(b.keyed)) > 1
-            else [(a.keyed[-1], b.keyed[-1])]
-        )
-        for i, j in last:
-            terms_a, terms_b = terms(a, x_a, i, published), terms(b, x_b, j, published)
-            for term_a, term_b in zip(terms_a, terms_b, strict=False):
-                yield standardised(term_a), standardised(term_b)
-
-    return _cosine(pairs())
+    one, other = (Spanned.of(anchor_embeddings(w, rows, published)) for w, rows in ((a, rows_a), (b, rows_b)))
+    turn = one.q.T @ other.q
+    few = 2 if min(len(a.keyed), len(b.keyed)) > 1 else 1
+    dot, sizes = 0.0, np.zeros(2)
+    for i, j in zip(a.keyed[-few:], b.keyed[-few:], strict=True):
+        pairs = zip(terms(a, one.r, i, published), terms(b, other.r, j, published), strict=False)
+        for left, right in ((one.standardised(x), other.standardised(y)) for x, y in pairs):
+            dot += float(np.vdot(turn.T @ left @ turn, right))
+            sizes += [float(np.vdot(term, term)) for term in (left, right)]
+    return dot / math.sqrt(max(float(sizes.prod()), canonical.TINY))
 
 
 def summed_terms(weights: Weights, x: Array) -> list[Array]:
