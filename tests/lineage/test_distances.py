@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fathom.lineage import distances
+from fathom.lineage import distances, shares
 from fathom.lineage.distances import Space
 
 ROOT, LEFT, RIGHT, BELOW = range(4)
@@ -42,3 +42,12 @@ def test_models_in_another_order_are_not_together():
     found = Space((5, 7), rows @ rows.swapaxes(1, 2))
     assert not found.together(5, 7) and found.together(5, 5) and not found.together(5, 6)
     assert space(0.0, (5, 7, 8, 9)).together(5, 9)
+
+
+def test_every_model_counts_in_whatever_order(opened):
+    """Models are multiplied a block at a time, and none is left out."""
+    models = [opened(seed=70 + n % 2) for n in range(2 * shares.TOGETHER + 2)]
+    (found,) = distances.spaces(models, shares.shape_of, lambda _: None)
+    assert found.models == (*range(len(models)),)
+    first = shares.products(models[:2], lambda _: None)
+    assert found.gram == pytest.approx(np.tile(first, (1, len(models) // 2, len(models) // 2)), rel=1e-9)

@@ -19,7 +19,6 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import shares
 from fathom.lineage.weights import Told, Weights
 
-MOST = 16  # maximum models of one shape
 FORK = (0.1, 0.45)  # cosines at a model between two others that were trained from it
 
 
@@ -61,10 +60,10 @@ class Space:
 
 
 def spaces(models: Sequence[Weights], alike: Callable[[Weights], object], progress: Told) -> list[Space]:
-    """The spaces of models that are alike; of each, the first models."""
+    """The spaces of models that are alike."""
     out = []
     for kind in dict.fromkeys(map(alike, models)):
-        some = [i for i, w in enumerate(models) if alike(w) == kind][:MOST]
+        some = [i for i, w in enumerate(models) if alike(w) == kind]
         if len(some) > 1:
             out.append(Space(tuple(some), shares.products([models[i] for i in some], progress)))
     return out

@@ -19,6 +19,7 @@ from scipy import stats
 
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
+from fathom.lineage.awm import chunks
 from fathom.lineage.canonical import MATRICES
 from fathom.lineage.weights import Told, Weights
 
@@ -26,6 +27,7 @@ FEWEST_LAYERS = 3
 SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not in the parents' order
 APART = 1e-12  # parents that differ by less than this, relative to their size, are equal
 CONFIDENCE = 0.95
+TOGETHER = 8  # models whose matrices are multiplied with those of as many others at once
 UNEXPLAINED = 0.1  # the residual above which no shares are reported
 IF_COMPLETE = (
     "Shares hold if no parent is missing. A model that is itself a mean can stand in for a missing parent: then the "
@@ -89,14 +91,30 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
         if shape_of(other) != shape_of(models[0]):
             raise ModelError(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
     out = np.zeros((first.layers, len(models), len(models)))
+    blocks = list(chunks(len(models), TOGETHER))
     for layer in range(first.layers):
         progress(f"layer {layer + 1} of {first.layers}")
         for role in (r for r in MATRICES if all(w.has(r, layer) for w in models)):
-            rows = np.stack([w.tensor(role, layer).reshape(-1) for w in models])
-            size = max(float(np.abs(rows).max()), 1e-30)
-            rows = (rows / size).astype(np.float64) if rows.size < 1 << 24 else rows / np.float32(size)
-            out[layer] += np.asarray(rows @ rows.T, np.float64) * size**2
+            for at, block in enumerate(blocks):
+                rows = _rows(models[block], role, layer)
+                out[layer, block, block] += _products(rows, rows)
+                for rest in blocks[at + 1 :]:
+                    found = _products(rows, _rows(models[rest], role, layer))
+                    out[layer, block, rest] += found
+                    out[layer, rest, block] += found.T
     return out
+
+
+def _rows(models: Sequence[Weights], role: str, layer: int) -> Array:
+    return np.stack([w.tensor(role, layer).reshape(-1) for w in models])
+
+
+def _products(one: Array, other: Array) -> Array:
+    """Inner products of all rows with all others, without overflow."""
+    sizes = [max(float(np.abs(side).max()), 1e-30) for side in (one, other)]
+    kind = np.float64 if one.size + other.size < 1 << 25 else np.float32
+    left, right = (side.astype(kind) / kind(size) for side, size in zip((one, other), sizes, strict=True))
+    return np.asarray(left @ right.T, np.float64) * sizes[0] * sizes[1]
 
 
 def shape_of(weights: Weights) -> tuple[object, ...]:

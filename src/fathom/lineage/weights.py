@@ -341,10 +341,10 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
 def _number(config: Mapping[str, object], *keys: str) -> int | None:
     for key in keys:
         value = config.get(key)
-        if value == 0 or not isinstance(value, int | float):  # bool is an int
+        if value is None or value == 0 or isinstance(value, list):  # a list has a number for each layer
             continue
-        if type(value) is not int or not 0 < value < 1 << 24:
-            raise ModelError(f"config.json: {key} {value}: wanted a whole number from 1 to 16,777,215")
+        if type(value) is not int or not 0 < value < 1 << 24:  # bool is an int
+            raise ModelError(f"config.json: {key} {value!r:.40}: wanted a whole number from 1 to 16,777,215")
         return value
     return None
 
@@ -379,6 +379,11 @@ class _Roles:
         if len(names[embed].shape) != 2:
             raise ModelError(f"{embed}: shape {names[embed].shape} is not a matrix")
         self.vocab, self.width = names[embed].shape
+        for key in ("vocab_size", "intermediate_size"):
+            _number(config, key)  # the tensors give the number, but it must be one
+        width = _number(config, "hidden_size", "n_embd", "d_model")
+        if width not in (None, self.width):
+            raise ModelError(f"config.json: a width of {width}; {embed} has {self.width} columns")
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         if heads is None:
             raise ModelError("config.json does not say how many attention heads there are")
