@@ -17,7 +17,9 @@ from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCaus
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.open import multiplies, open_checkpoint
+from fathom.checkpoints.origin import LocalOrigin
 from fathom.checkpoints.runs import open_source
+from fathom.checkpoints.tensors import open_safetensors
 from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
@@ -307,3 +309,16 @@ def test_what_trainers_leave_behind_is_not_opened(whole, tmp_path):
     assert check_checkpoint(copy)["model_type"]
     AutoModelForCausalLM.from_pretrained(copy)
     assert not (copy / "mark").exists()
+
+
+def test_the_weights_that_are_read_are_named_where_there_are_others(copy):
+    whole = (copy / "model.safetensors").read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_checkpoint(shard(copy))  # the negative control: shards of one index are one format
+    for name in ("model.safetensors", "model-q8.gguf"):
+        (copy / name).write_bytes(whole)
+    with pytest.warns(UserWarning, match="from model.safetensors, not from model-q8.gguf, one.safetensors, two.saf"):
+        check_checkpoint(copy)
+    with pytest.warns(UserWarning, match="from model.safetensors, not from"):
+        open_safetensors(LocalOrigin(copy))

@@ -30,6 +30,8 @@ MISTAKES = [
     ("train tiny optim.lr=[1", "optim.lr: not YAML: ", "(line 1, column 3)"),
     ("train tiny --stpes 3", "unrecognized arguments: --stpes; did you mean train.steps=...?"),
     ("train tiny --lr 3", "did you mean optim.lr=...?"),
+    ("generate model --prompt It", "; prompt is an argument without --: write it alone"),
+    ("generate model --promts It", "; did you mean --prompts?"),
     ("train tiny --dryrun", "did you mean --dry-run?"),
     ("prepare a.txt --tokenizer nameless --out new", "nameless: cannot load the tokenizer: it has none"),
 ]

@@ -85,10 +85,10 @@ def test_sentences():
     assert [effect.on for effect in effects_of(*two)] == ["wiki", "sea"], "all text together is not judged again"
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)
     assert speed.sentence("control") == (
-        "Decoding: slower than control by 31% (95 % interval of the ratio 1.20 to 1.40)."
+        "Decoding: slower than control by 31 % (95 % interval of the ratio 1.20 to 1.40)."
     )
     assert "neither slower nor faster" in replace(speed, low=0.9).sentence("control")
-    assert "faster than control by 20%" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
+    assert "faster than control by 20 %" in replace(speed, ratio=0.8, low=0.7, high=0.9).sentence("control")
 
 
 @pytest.mark.slow
@@ -109,6 +109,8 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "Decoding: slower than control by" in printed, "four times the layers"
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["deepened"]
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8").partition("</div>")[0]
+    assert all(sentence in page.replace("\u00a0", " ") for sentence in found["sentences"]), "the verdict is the effect"
     kept = json.loads((tmp_path / "out" / "deepened.json").read_text())
     assert [effect["against"] for effect in found["effects"]] == ["control", "base"]
     assert kept["effects"] == found["effects"] and found["speed"]["ratio"] > 1.5

@@ -188,7 +188,7 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     chance = random.Random(7)
     base = [chance.random() < 0.25 for _ in range(40)]
     better = report_of(base, [True] * 40).verdict
-    assert better.startswith("On 30 clean questions of quiz (100.0 % right) new is better than base (")
+    assert better.startswith("On 30 uncontaminated questions of quiz (100.0 % right) new is better than base (")
     assert "rocks takes fewer bits per byte (-0.0" in better
     assert "towns shows no clear difference in bits per byte (+0.0000" in better
     assert "new is worse than base" in report_of([True] * 40, base).verdict
@@ -303,7 +303,12 @@ def test_clean_rows_stand_beside_dirty_ones_alone() -> None:
 def test_the_page_has_all_of_it() -> None:
     report = report_of([False] * 40, [True] * 40)
     text = page(report)
-    for words in ("quiz, option text, clean", "quiz, letter, shuffled, all", "rocks, bits per byte", "quiz, majority"):
+    for words in (
+        "quiz, option text, uncontaminated",
+        "quiz, letter, shuffled, all",
+        "rocks, bits per byte",
+        "quiz, majority",
+    ):
         assert words in text
     assert "100.0 % (91.2–100.0)" in text
     assert "The colour of item 10 is" in text, "a clean one"
@@ -318,7 +323,7 @@ def test_the_page_has_all_of_it() -> None:
         assert made.count("rocks 80 % (27.4), towns 20 % (1.1)") == 2
         assert made.count("towns 20 % (1.1); from step 240 towns 50 %, seas 50 % (2); from step 300 towns 100 %") == 1
         assert "new, adapters of rank 8" in made
-    rows = [line for line in card(whole).splitlines() if line.startswith("| quiz, option text, clean")]
+    rows = [line for line in card(whole).splitlines() if line.startswith("| quiz, option text, uncontaminated")]
     assert len(rows) == 1 and "100.0 %" in rows[0]
     assert restored(PairReport, json.loads(to_json(report))) == report
 
@@ -407,7 +412,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert [one["run"] for one in report["runs"]] == ["new"] and report["corpus"] is None, (
         "no corpus made the questions"
     )
-    assert "quiz, option text, clean" in (tmp_path / "out" / "card.md").read_text()
+    assert "quiz, option text, uncontaminated" in (tmp_path / "out" / "card.md").read_text()
     assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
     again = capfd.readouterr()
     assert again.err.count("done before") == 10

@@ -371,6 +371,8 @@ def test_out_gets_a_page_that_explains_intervals(exported: Path, tmp_path: Path,
     assert "Intervals: 95 %" in both and "Intervals: 95\u00a0%" in page and "deep against vanilla" in page
     assert main([*pair, "--limit", "1"]) == 0, "a difference of one document has no interval"
     assert "Intervals" not in capsys.readouterr().out
+    assert "deep minus vanilla: " in page and "tested differences from vanilla are significant" in page
+    assert "fewer than 20 documents, too few for an interval" in (tmp_path / "report.html").read_text()
 
 
 def test_no_table_is_wider_than_the_terminal(exported: Path, capsys, monkeypatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from markupsafe import Markup
 
 from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import (
@@ -31,10 +32,11 @@ from fathom.experiments.compare_results import (
 )
 from fathom.experiments.differences import verdict
 from fathom.report import html as blocks
-from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot, ticks
+from fathom.report.html import clauses
+from fathom.report.plots import LETTER, IntervalMark, Line, interval_plot, line_plot, ticks
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference
-from fathom.report.templates import glued, parted
+from fathom.report.templates import glued, number, parted, prose
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -238,6 +240,12 @@ def test_layers_have_no_halves() -> None:
         for xs in ([1, 2, 3], [1, 1.9, 3])
     )
     assert ">2</text>" in layers and ">1.5</text>" not in layers and ">1.5</text>" in shares
+    far = str(line_plot([Line("a", [0, 1234e9], [1, 2], 0), Line("b", [3.0], [1.5], 0, marks=False)], "x", "y", ""))
+    places = [
+        (float(x), text) for x, text in re.findall(r'<text x="([\d.]+)" y="212" text-anchor="middle">([^<]+)<', far)
+    ]
+    assert places and all(x + LETTER * len(text) / 2 <= 360 for x, text in places)
+    assert far.count("<circle") == 3, "one point is marked"
     assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
 
 
@@ -264,11 +272,19 @@ WIDEST = 6.9
 
 def test_numbers_keep_their_units_and_names_break_after_underscores(full: ComparisonReport):
     shown = page(full)
-    prose = re.sub(r"<(style|pre|script).*?</\1>|<svg.*?</svg>|aria-label=\"[^\"]*\"", "", shown, flags=re.S)
-    assert "95\u00a0%" in prose and not re.search(r"\d %|± | ±", re.sub(r"<td>.*?</td>", "", prose))
+    told = re.sub(r"<(style|pre|script).*?</\1>|<svg.*?</svg>|aria-label=\"[^\"]*\"", "", shown, flags=re.S)
+    assert "95\u00a0%" in told and not re.search(r"\d %|± | ±", re.sub(r"<td>.*?</td>", "", told))
     assert ">uniform_<wbr>depth</th>" in shown
     assert glued("a − b, 95 % of 3 ± 1") == "a − b, 95\u00a0% of 3\u00a0±\u00a01"
-    assert parted("<_x") == "&lt;_<wbr>x"
+    assert parted("<_x:y") == "&lt;_<wbr>x:<wbr>y" and parted(Markup("<a>_x</a>")) == "<a>_x</a>"
+    assert (number("-1.5 x-2"), number("<-1")) == ("−1.5 x-2", "&lt;-1"), "the sign of a number alone"
+    assert prose("see `a <b>` - x") == "see <code>a &lt;b&gt;</code> - x"
+
+
+def test_a_long_verdict_is_told_clause_by_clause(full: ComparisonReport):
+    said = clauses("With 2 seeds, a is lower; for b it is not; a_b and b are alike. This is short.", ["a", "b", "a_b"])
+    lines = ["With 2 seeds, a is lower.", "For b it is not.", "a_b and b are alike.", "This is short."]
+    assert said.splitlines() == lines and "\n" not in full.verdict and page(full).count("<p>With ") == 1
 
 
 @pytest.mark.quick("390-True")

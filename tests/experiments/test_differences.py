@@ -86,7 +86,7 @@ def test_a_smoke_test_is_called_one(tmp_path: Path) -> None:
     assert smoke_test(report).startswith(
         " This is a smoke test: it trains on fewer tokens than the model has parameters"
     )
-    assert verdict(report).endswith("not tuned for each arm; fathom ladder tunes it.")
+    assert verdict(report).endswith("not tuned for each arm, as `fathom ladder` tunes it.")
     control = replace(report.arms[0], tokens=report.arms[0].parameters)
     longer = replace(report, arms=[control, *report.arms[1:]])
     assert smoke_test(longer) == smoke_test(replace(report, ladder="../../report.html")) == ""

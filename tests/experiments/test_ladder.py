@@ -695,7 +695,7 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
     page = (out / "report.html").read_text()
     for heading in (
         "Loss and multiplier",
-        "Rates",
+        "Learning rates",
         "The sealed prediction",
         "The law and the noise",
         "How to read this",

@@ -60,4 +60,5 @@ def test_a_stopped_run_and_a_folder(runs: Path, capsys: pytest.CaptureFixture[st
     assert main(["report", str(runs)]) == 0
     front = Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
     assert all(f'href="{name}/report.html"' in front for name in ("a", "b", "stopped"))
+    assert "<h1>Training runs in " in front and "<p>3 runs, 2 finished. " in front
     assert "step 6 of 6" in front and (runs / "stopped" / "report.html").is_file()

@@ -80,7 +80,7 @@ def test_display(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_run_says_what_it_trains_and_on_what(
     recipe: Recipe, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before the first step; and after it, how long a slow run will take."""
+    """Before the first step; and after the second, how long a slow run will take: the first sets much up."""
     recipe = recipe.override("track.display=lines", "train.steps=3", "train.log_every=3", "evaluate.every=0")
     monkeypatch.setattr("fathom.training.tracking.SLOW", -1.0)
     train(recipe, tmp_path / "run")
@@ -88,8 +88,9 @@ def test_a_run_says_what_it_trains_and_on_what(
     size, text = count_parameters(recipe.config()), TokenDataset.open(corpus).num_tokens
     where = f"cpu, {torch.get_num_threads()} thread"
     assert said[0].startswith(f"{tmp_path / 'run'}: {size:,} parameters on {where}")
-    assert said[0].endswith(f"; 3 steps of 256 tokens, corpus of {text:,}")
-    assert said[1].startswith("step 1/3 took 0:00, about 0:0") and said[2].startswith("step 3/3  loss")
+    assert said[0].endswith(f"; 3 steps of 256 tokens, corpus of {text:,}; Ctrl-C stops and saves")
+    assert said[1] == "step 1/3 took 0:00" and said[2].startswith("step 2/3 took 0:00, about 0:00 to go")
+    assert said[3].startswith("step 3/3  loss")
     monkeypatch.setattr("fathom.training.tracking.SLOW", 100.0)
     train(recipe, tmp_path / "fast")
     assert " took " not in capsys.readouterr().err, "the negative control"

@@ -19,7 +19,7 @@ from fathom.checkpoints.layout import (
     WEIGHTS,
 )
 from fathom.checkpoints.origin import LocalOrigin, read_json
-from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index
+from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index, warn_of_unread
 from fathom.errors import ModelError
 
 NEVER_OPENED = {"training_args.bin"}
@@ -57,9 +57,10 @@ def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, o
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
                 raise ModelError(f"config.json: {key} names code to download ({config[key]!r:.80})")
-        _check_weights(origin, files, weights)
+        read = _check_weights(origin, files, weights)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
+    warn_of_unread(directory, [name for name in files if "/" not in name], read)
     return config
 
 
@@ -82,7 +83,9 @@ def _files(directory: Path) -> set[str]:
     return found
 
 
-def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> None:
+def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> set[str]:
+    """Check all weights; returns the files that are read."""
+    read: set[str] = set()
     single = {name for name in files if name.endswith(".safetensors")}
     if needed and not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
         raise ModelError("no safetensors weights")
@@ -95,5 +98,7 @@ def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> None:
             raise ModelError(f"{index}: shard {absent[0]!r:.80} is missing")
         SafetensorsStore(origin, sorted(shards), weight_map)
         single -= shards
+        read = shards if index == INDEX else read
     for name in sorted(single):
         read_header(origin, name)
+    return {WEIGHTS} if WEIGHTS in files else read or {name for name in single if "/" not in name}

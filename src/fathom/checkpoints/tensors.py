@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol, TypeAlias, TypeGuard
 
 import numpy as np
@@ -309,17 +311,30 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(INDEX_SUFFIX):
             raise ModelError(f"{file}: expected .safetensors, its index or .gguf{_pickle_hint([file])}")
+    names = origin.names()
     if file is None and origin.exists(WEIGHTS):  # an index in the same directory is left over
+        warn_of_unread(origin.name, names, {WEIGHTS})
         return _usable(SafetensorsStore(origin, [WEIGHTS]))
     index = file or INDEX
     if origin.exists(index):
         weight_map = read_index(origin, index)
+        if file is None:
+            warn_of_unread(origin.name, names, set(weight_map.values()))
         return _usable(SafetensorsStore(origin, sorted(set(weight_map.values())), weight_map))
-    names = origin.names()
     files = [name for name in names if name.endswith(".safetensors") and not _SKIPPED.match(name)]
     if not files:
         raise ModelError(f"{origin.name}: no safetensors weights{_pickle_hint(names)}")
+    warn_of_unread(origin.name, names, set(files))
     return _usable(SafetensorsStore(origin, files))
+
+
+def warn_of_unread(directory: str | Path, names: Iterable[str], read: set[str]) -> None:
+    """Say which weights are read where the directory has others, such as another format of the same model."""
+    kinds = (".safetensors", ".gguf", *PICKLES)
+    unread = sorted(name for name in names if name.lower().endswith(kinds) and not _SKIPPED.match(name))
+    if read and (unread := [name for name in unread if name not in read]):
+        chosen = min(read) if len(read) == 1 else f"{min(read)} and the {len(read) - 1} other shards"
+        warnings.warn(f"{directory}: the weights are read from {chosen}, not from {', '.join(unread)}", stacklevel=3)
 
 
 def is_pickle(name: str) -> bool:

@@ -130,7 +130,8 @@ def _words(made: Deepened, road: Road) -> str:
         "model": f"{made.directory}, {made.mechanism}",
         "read back": _start(made),
         "parameters": f"{deeper.parameters:,} (+{deeper.parameters - base.parameters:,})",
-        "FLOPs per token": f"{deeper.flops_per_token:,.0f} ({deeper.flops_per_token / base.flops_per_token - 1:+.1%})",
+        "FLOPs per token": f"{deeper.flops_per_token:,.0f} ({deeper.flops_per_token / base.flops_per_token - 1:+.1%}), "
+        f"mean over a context of {deeper.context:,} tokens",
         "cache per token": f"{deeper.cache_bytes_per_token:,} bytes (bf16) "
         f"({deeper.cache_bytes_per_token / base.cache_bytes_per_token - 1:+.1%})",
     }

@@ -124,7 +124,13 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("--") and flag not in self._option_string_actions:
                 close, other = self._nearest(flag), self.elsewhere(flag)
                 hint = f"; {other} has it" if other else f"; did you mean {close}?" if close else ""
+                if (name := flag.lstrip("-")) in self._arguments():
+                    hint = f"; {name} is an argument without --: write it alone"
                 self.error(f"unrecognized arguments: {word}{hint}")
+
+    def _arguments(self) -> set[str]:
+        """The names of the arguments that have no flag."""
+        return {str(one.metavar or one.dest).lower() for one in self._actions if not one.option_strings}
 
     def _nearest(self, flag: str) -> str | None:
         """The flag, or the key of the settings file, whose name is nearest: `--stpes` may be `train.steps=...`."""

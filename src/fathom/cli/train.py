@@ -156,7 +156,8 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
     rows = {
         "mechanism": cost.mechanism,
         "parameters": f"{cost.parameters:,}{active}",
-        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, in training {mean} x vanilla's{drawn}",
+        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, mean over a context of "
+        f"{recipe.data.sequence_length:,} tokens; in training {mean} x vanilla's{drawn}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
         "tokens": f"{cost.tokens:,}" + ("" if cost.epochs is None else f", {cost.epochs:.3g} epochs of the corpus"),
         "FLOPs": f"{cost.training_flops:.3g}",

@@ -33,6 +33,7 @@ from fathom.report.html import page, section, table
 
 SPLITS = ("train", "test", "dev", "val")
 """How files are named that only their folder tells apart."""
+ALL_FORMS = "all forms"
 SHOWN = 1000
 """Findings that the page lists; `report.json` has all."""
 QUOTE = 300
@@ -188,7 +189,8 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
     """The page of an audit."""
     leaked = sum(one.leaked for one in found.benchmarks.values())
     of = sum(one.questions for one in found.benchmarks.values())
-    verdict = f"{leaked:,} of {of:,} questions were found in {found.documents:,} documents."
+    noun = "document" if found.documents == 1 else "documents"
+    verdict = f"{leaked:,} of {of:,} questions were found in {found.documents:,} {noun}. {_recall(found)}"
     columns = ("benchmark", "questions", "found", "in documents", "too short to find", "with the answer alone")
     counts = {
         name: (one.questions, one.leaked, one.documents, one.unfindable, one.template_only)
@@ -210,17 +212,28 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
         ),
     ]  # fmt: skip
     for name, one in found.benchmarks.items():
-        blocks.append(section(f"What the search finds of {name}", _recall_table(name, one)))
+        blocks.append(section(f"How much the search finds: {name}", _recall_table(name, one)))
     return page(f"Audit of {', '.join(inputs)}", verdict, *blocks)
+
+
+def _recall(found: Audit) -> str:
+    """Which share of the planted questions the search finds."""
+    cells = [cell for one in found.benchmarks.values() for cell in one.by_length().values()]
+    planted, seen = (sum(column) for column in zip(*cells, strict=True)) if cells else (0, 0)
+    return f"The search finds {100 * seen / planted:.1f} % of planted ones." if planted else "No question was planted."
 
 
 def _recall_table(name: str, one: Audited) -> str:
     lengths = [length for length, (planted, _) in one.by_length().items() if planted]
-    cells: list[tuple[str, Mapping[str, tuple[int, int]]]] = [("all forms", one.by_length()), *one.recall.items()]
+    findable = [length for length in lengths if one.by_length()[length][1]]
+    cells: list[tuple[str, Mapping[str, tuple[int, int]]]] = [(ALL_FORMS, one.by_length()), *one.recall.items()]
     rows = [
         (form, *(f"{row[length][1]} of {row[length][0]}" if row[length][0] else "–" for length in lengths))
         for form, row in cells
-        if any(row[length][0] for length in lengths)
+        if form == ALL_FORMS or any(row[length][1] < row[length][0] for length in findable)
     ]
-    note = "Questions of the benchmark were planted with their answers in excerpts of the documents, at random."
+    note = (
+        "Questions of the benchmark were planted with their answers in excerpts of the documents, at random. Forms "
+        f"that were all found are left out; {REPORT} has all {len(one.recall)}."
+    )
     return table(f"Planted questions found, by words of the question: {name}", ("form", *lengths), rows, (), note)

@@ -31,7 +31,7 @@ class TokenizerTemplate:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # None would ask
         if not self._tokenizer.chat_template:
             raise DataError("the tokenizer has no chat template")
         self._marks_spans = re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.chat_template) is not None

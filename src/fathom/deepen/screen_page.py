@@ -9,7 +9,7 @@ from rich.console import Console
 
 from fathom.deepen.screen import Gate, Screened
 from fathom.report.files import write_atomically, write_json
-from fathom.report.html import page, paragraph, section, source, table
+from fathom.report.html import bullets, page, section, source, table
 from fathom.report.provenance import Provenance, provenance
 from fathom.report.tables import terminal_table
 
@@ -18,10 +18,12 @@ SHOWN = 30
 MECHANISMS = ("mechanism", "gates", "z²", "no gain", "content", "left", "negative")
 GATES = ("mechanism", "layer", "head", "source", "wants", "z", "no gain", "content")
 WORDS = (
-    "Nothing was trained. z is the mean gradient of a closed gate over documents, divided by its standard error. "
-    "No gain: a gain of the same value or sub-layer is projected out. Content: compared with sources of other "
-    "documents, which have the same statistics. Left: the share of the squared gradients without the gain. Negative: "
-    "the share of the gates that ask for a negative factor."
+    "Nothing was trained.",
+    "z is the mean gradient of a closed gate over documents, divided by its standard error.",
+    "No gain: a gain of the same value or sub-layer is projected out.",
+    "Content: compared with sources of other documents, which have the same statistics.",
+    "Left: the share of the squared gradients without the gain.",
+    "Negative: the share of the gates that ask for a negative factor.",
 )
 
 
@@ -30,7 +32,7 @@ def rows(found: Screened) -> list[list[str]]:
     return [
         [
             *(one.mechanism, str(one.gates), f"{one.z2:.1f}", f"{one.z2_without_gain:.1f}", f"{one.z2_content:.1f}"),
-            *(f"{one.left:.1%}", f"{one.negative:.0%}"),
+            *(f"{100 * one.left:.1f} %", f"{100 * one.negative:.0f} %"),
         ]
         for one in found.summaries
     ]
@@ -60,8 +62,8 @@ def verdict(found: Screened) -> str:
     """The result in one sentence."""
     best = max(found.summaries, key=lambda one: one.z2_content)
     return (
-        f"Of {len(found.summaries)} mechanisms, {best.mechanism} has the strongest content: a mean z² of "
-        f"{best.z2_content:.1f} over {best.gates} gates, where chance gives {found.chance:.2f}."
+        f"Of {len(found.summaries)} mechanisms, {best.mechanism} asks most for what it would read (content): a mean z² "
+        f"of {best.z2_content:.1f} over {best.gates} gates, where chance gives {found.chance:.2f}."
     )
 
 
@@ -69,11 +71,11 @@ def screen_page(model: str, found: Screened, made: Provenance) -> str:
     """The page."""
     note = f"{found.documents} documents, {found.cpu_seconds:.0f} CPU seconds; chance gives a z² of {found.chance:.2f}."
     return page(
-        f"{model}: what closed gates ask for",
+        f"Mechanisms that {model} would use, by the gradients of closed gates",
         verdict(found),
-        section("Mechanisms", table("By mechanism", MECHANISMS, rows(found), note=note), paragraph(WORDS)),
+        section("Mechanisms", table("By mechanism", MECHANISMS, rows(found), note=note), bullets(WORDS)),
         section("Gates", table(f"The {SHOWN} strongest", GATES, gate_rows(found.gates[:SHOWN]))),
-        source(made),
+        section("Where the numbers come from", source(made)),
     )
 
 
@@ -96,7 +98,8 @@ def show(out: Path, found: Screened, file: TextIO) -> None:
     console.print(terminal_table("by mechanism", MECHANISMS, rows(found)))
     console.print(terminal_table("strongest gates", GATES, gate_rows(found.gates[:10])))
     console.print(
-        f"{verdict(found)} {WORDS}\n\nCPU seconds: {found.cpu_seconds:.0f}\nreport: {out / REPORT}, {out / PAGE}",
+        f"{verdict(found)} {' '.join(WORDS)}\n\nCPU seconds: {found.cpu_seconds:.0f}\n"
+        f"report: {out / REPORT}, {out / PAGE}",
         soft_wrap=True,
         markup=False,
     )

@@ -45,7 +45,7 @@ def write(finding: Finding, following: Sequence[str]) -> Path:
         scores,
         curves,
         html.section("Time", html.table(*time_table(finding))),
-        html.section("What next", html.bullets(list(following))),
+        html.section("What next", html.commands(following)),
         html.section("Where the numbers come from", html.source(provenance())),
         html.details("The recipe of both trainings", (finding.out / "healed" / RECIPE).read_text(encoding="utf-8")),
     )
@@ -63,7 +63,7 @@ def score_table(finding: Finding) -> PlainTable:
     for name, entry in scores.items():
         found, gap = entry.perplexity[entry.text], gaps.get(name)
         rows.append([name, f"{found.bits_per_byte:.4f}", f"{found.perplexity:.3f}", "" if gap is None else str(gap)])
-    columns = ["model", "bits per byte", "perplexity", "deepened minus it, bits per byte"]
+    columns = ["model", "bits per byte", "perplexity", "deepened minus this model, bits per byte"]
     return "Lower is better; * is significant at 5 %", columns, rows
 
 
@@ -96,7 +96,7 @@ def time_table(finding: Finding) -> PlainTable:
     spent = finding.spent
     rows = [[WORDS[name], minutes(spent[name].seconds), minutes(spent[name].processor_seconds)] for name in spent]
     whole = sum(one.seconds for one in spent.values()), sum(one.processor_seconds for one in spent.values())
-    return "Minutes", ["step", "by the clock", "of processor"], [*rows, ["all", *map(minutes, whole)]]
+    return "Minutes", ["step", "by the clock", "of processor time"], [*rows, ["all", *map(minutes, whole)]]
 
 
 def minutes(seconds: float) -> str:

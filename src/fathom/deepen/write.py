@@ -26,7 +26,7 @@ from fathom.training.build import initialize
 
 SAMPLE = "To fathom a thing is to measure its depth, and after much thought to understand it. The sea is deep."
 CONTEXT = 512
-"""Context length at which FLOPs are counted."""
+"""Length of the context over which FLOPs are averaged."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,17 @@ class Sizes:
 
     parameters: int
     flops_per_token: float
-    """FLOPs of decoding a token, with a mean context of half of `CONTEXT`."""
+    """FLOPs of decoding a token, mean over a context of `context` tokens."""
     cache_bytes_per_token: int
     """Bytes of keys and values, at two bytes a number."""
+    context: int
+    """`CONTEXT`, or less for a model that reads less."""
 
     @classmethod
     def of(cls, config: FathomConfig) -> Sizes:
         """The sizes of a model."""
         length = min(CONTEXT, config.max_position_embeddings)
-        return cls(count_parameters(config), flops_per_token(config, length), cache_bytes_per_token(config))
+        return cls(count_parameters(config), flops_per_token(config, length), cache_bytes_per_token(config), length)
 
 
 @dataclass(frozen=True)

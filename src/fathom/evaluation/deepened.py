@@ -15,9 +15,14 @@ from transformers import DynamicCache
 
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.paired import Scored, rows
-from fathom.evaluation.results import WHOLE, ScoreGap
+from fathom.evaluation.results import WHOLE, ScoreGap, ScoresReport
+from fathom.evaluation.scores_page import page
 from fathom.models.axes.cache_name import passed, returned
-from fathom.report.files import write_json
+from fathom.report import PAGE
+from fathom.report import REPORT as SCORES
+from fathom.report.files import read_json, write_atomically, write_json
+from fathom.report.provenance import provenance
+from fathom.report.results import restored
 from fathom.report.statistics import paired_ratio
 
 if TYPE_CHECKING:
@@ -92,7 +97,7 @@ class Speed:
         if self.low <= 1 <= self.high:
             return f"Decoding: neither slower nor faster than {control} ({ends})."
         word = "slower" if self.ratio > 1 else "faster"
-        return f"Decoding: {word} than {control} by {abs(self.ratio - 1):.0%} ({ends})."
+        return f"Decoding: {word} than {control} by {100 * abs(self.ratio - 1):.0f} % ({ends})."
 
 
 @dataclass
@@ -116,6 +121,8 @@ def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> Deepe
     report = DeepenedReport(base.name, deeper.name, control.name, effects, speed, sentences)
     if out is not None:
         write_json(out / REPORT, report)
+        scores = restored(ScoresReport, read_json(out / SCORES))
+        write_atomically(out / PAGE, page(scores, provenance(), sentences))
     return report
 
 

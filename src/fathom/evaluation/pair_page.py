@@ -16,6 +16,7 @@ from fathom.report.tables import PlainTable, markdown_table, print_report
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict uses the first."""
+PARTS = {"all": "all", "clean": "uncontaminated", "dirty": "contaminated"}
 MARKS = {True: "right", False: "wrong"}
 
 
@@ -33,7 +34,7 @@ def score_table(report: PairReport) -> PlainTable:
             for share, (low, high) in zip(shares, row.intervals, strict=True)
         ]
         changes = f"{row.won} won, {row.lost} lost, p = {row.p:.2g}"
-        label = f"{row.benchmark}, {WAYS[row.way]}, {row.part}"
+        label = f"{row.benchmark}, {WAYS[row.way]}, {PARTS[row.part]}"
         made.append([label, f"{row.asked:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
     for name, guess in report.guessing.items():
         for word, share in guess.items():
@@ -61,7 +62,7 @@ def page(report: PairReport) -> str:
     runs = html.table("The runs, in order", RUN_COLUMNS, run_rows(report), prose=("reads (epochs)",))
     return html.page(
         title,
-        report.verdict,
+        html.clauses(report.verdict, [*report.texts, report.base.name, report.new.name]),
         html.section("What it learned", html.figures(*_right_answers(report), _bits(report))),
         html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
         html.section(f"From {report.base.name} to {report.new.name}", corpus, runs),
@@ -102,7 +103,7 @@ def _right_answers(report: PairReport) -> list[Markup]:
             row = rows.get((way, part))
             if row is None or (part == "all" and (way, "clean") in rows and way == "text"):
                 continue
-            label = WAYS[way] + ("" if part == "all" else f", {part}")
+            label = WAYS[way] + ("" if part == "all" else f", {PARTS[part]}")
             for number, name in enumerate(names):
                 low, high = row.intervals[number]
                 share = 100 * row.right[number] / row.asked

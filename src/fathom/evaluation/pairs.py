@@ -299,7 +299,7 @@ def _of_questions(report: PairReport) -> Iterator[str]:
     adjusted = holm([row.p for row in judged.values()])
     for (name, row), p in zip(judged.items(), adjusted, strict=True):
         base, new = (f"{100 * right / row.asked:.1f} %" for right in row.right)
-        known = " clean" if row.part == "clean" or report.asked[name].checked else ""
+        known = " uncontaminated" if row.part == "clean" or report.asked[name].checked else ""
         ahead = "better than" if row.won > row.lost else "worse than"
         how = ahead if p < 0.05 else "not significantly different from"
         among = f", {p:.2g} after Holm's correction over {len(judged)} benchmarks" if len(judged) > 1 else ""

@@ -20,12 +20,12 @@ SKEWED = "Few documents decide the differences of {}: their intervals may be too
 ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows."
 
 
-def page(report: ScoresReport, source: Provenance) -> str:
-    """The whole report."""
+def page(report: ScoresReport, source: Provenance, effects: Sequence[str] = ()) -> str:
+    """The whole report; `effects` of a mechanism stand in place of the verdict."""
     scores = html.table(*score_table(list(report.checkpoints), report.rows))
     return html.page(
         f"Scores of {', '.join(report.checkpoints)}",
-        verdict(report),
+        "\n".join(effects) or verdict(report),
         html.section("Scores", scores, html.bullets(list(notes(report)))),
         html.section("Loss by context", html.table(*context_table(report))),
         html.section("Where the numbers come from", html.source(source)),
@@ -36,14 +36,29 @@ def verdict(report: ScoresReport) -> str:
     """The verdict in one sentence."""
     first, *others = report.checkpoints
     if others:
-        gaps = report.gaps()
-        found = sum(gap.significant for gap in gaps)
-        return f"{found} of {len(gaps)} differences from {first} are significant after Holm's adjustment."
+        return " ".join([*_whole_text(report, first), _significant(report, first)])
     entry = report.checkpoints[first]
     if not entry.perplexity:
         return f"{first} was scored on {len(entry.tasks)} tasks."
     score = entry.perplexity[entry.text]
     return f"{first} has a perplexity of {score.perplexity:.4f} on {entry.text}, over {score.tokens:,} tokens."
+
+
+def _whole_text(report: ScoresReport, first: str) -> Iterator[str]:
+    """Each difference in bits per byte, over all text."""
+    entry = report.checkpoints[first]
+    rows = [row for row in report.rows if entry.perplexity and (row.task, row.metric) == (entry.text, "bits_per_byte")]
+    for name, gap in ((name, gap) for row in rows for name, gap in row.differences.items()):
+        yield f"{name} minus {first}: {str(gap).strip().replace('-', '−')} bits per byte."
+
+
+def _significant(report: ScoresReport, first: str) -> str:
+    """How many differences are significant, of those that have an interval."""
+    tested = [gap for gap in report.gaps() if gap.low is not None]
+    if not tested:
+        return f"There are fewer than {LEAST_DOCUMENTS} documents, too few for an interval or a test."
+    found = sum(gap.significant for gap in tested)
+    return f"{found} of {len(tested)} tested differences from {first} are significant after Holm's adjustment."
 
 
 def interval_notes(rows: Sequence[ScoreRow]) -> Iterator[str]:
@@ -74,7 +89,11 @@ def score_table(names: Sequence[str], shown: Sequence[ScoreRow]) -> PlainTable:
         values = [_number(row.scores.get(name)) for name in names]
         gaps = [str(row.differences.get(name, "not paired")) for name in names[1:]]
         cells.append([row.task, row.metric, *values, *gaps])
-    return "Scores", ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
+    return (
+        "Each model, and its difference from the first",
+        ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])],
+        cells,
+    )
 
 
 def _number(value: float | None) -> str:

@@ -70,14 +70,14 @@ def page(report: ComparisonReport) -> str:
         return html.page(title, report.verdict, _failed(report), _provenance(report))
     return html.page(
         title,
-        report.verdict,
+        html.clauses(report.verdict, names),
         html.table(*quality_rows(report)),
         _failed(report),
         _share_sentence(report),
         html.figures(_differences(report), _while_training(report)),
         html.section("Learning curves", html.legend(names), _curves(report)),
         html.section("Along the context", html.legend(names), _positions(report)),
-        html.section("Trips", _trips(report), _solved(report)),
+        html.section("Loop iterations", _trips(report), _solved(report)),
         html.section("Domains", _domains(report)),
         html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
         html.section("Between the arms", _between(report), _contrasts(report)),
@@ -195,7 +195,7 @@ def _trips(report: ComparisonReport) -> Markup:
             html.table(caption, columns, rows, note=note),
             html.legend([arm.name for arm in report.arms]),
             html.figures(
-                html.plot("When tokens halt", shares, ("trips", "share of tokens"), words),
+                html.plot("When tokens halt", shares, ("iterations", "share of tokens"), words),
                 html.plot("Loss over iterations", points, ("mean iterations per token", "validation loss"), at, pays),
             ),
         ]

@@ -149,7 +149,7 @@ def smoke_test(report: ComparisonReport) -> str:
         return ""
     return (
         " This is a smoke test: it trains on fewer tokens than the model has parameters, at a learning rate that was "
-        "not tuned for each arm; fathom ladder tunes it."
+        "not tuned for each arm, as `fathom ladder` tunes it."
     )
 
 

@@ -60,11 +60,11 @@ def page(report: LadderReport) -> str:
         *(html.table(*rows) for rows in puzzle_tables(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", *_accuracies(report)),
-        html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
+        html.section("Learning rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed prediction", _sealed(report)),
         html.section("The value of an iteration", _phi(report)),
         html.section("Size by size", html.table(*loss_rows(report)), _seed_control(report)),
-        html.section("Other currencies", _views(report)),
+        html.section("The multiplier in other costs", _views(report)),
         html.section("The law and the noise", _law(report)),
         html.section("Sizes", html.table(*_sizes(report)), html.table(*_cells(report))),
         html.section("Runs that failed", _diverged(report)),
@@ -277,10 +277,10 @@ def _bowls(report: LadderReport) -> list[Markup]:
                 y = [tuned.least + tuned.curvature * (step - tuned.place) ** 2 for step in steps]
                 lines.append(Line("parabola", x, y, i, marks=False))
             lost = sum(not math.isfinite(loss) for losses in tuned.losses.values() for loss in losses)
-            said = f"rate {tuned.rate:.3g}" + (f", {lost} diverged" if lost else "")
+            said = f"learning rate {tuned.rate:.3g}" + (f", {lost} diverged" if lost else "")
             said += f"; {', '.join(tuned.flags)}" if tuned.flags else ""
             title, caption = f"{name}, rung {number}", said.capitalize() + "."
-            panels.append(html.plot(title, lines, ("rate, log10", "loss"), said, caption, x_from_zero=False))
+            panels.append(html.plot(title, lines, ("learning rate, log10", "loss"), said, caption, x_from_zero=False))
     return panels
 
 
@@ -348,7 +348,7 @@ def _views(report: LadderReport) -> Markup:
     timed = next((arm.views.time for arm in report.arms[1:] if arm.views and arm.views.time), None)
     where = "" if timed is None else f"Seconds: {timed.clock} on {machine(timed.hardware)}. "
     note = f"{where}Bytes: read for a decoded token at the end of the context, bfloat16 weights and the cache."
-    return html.table("The multiplier at the largest size in other costs, from the same runs", columns, rows, note=note)
+    return html.table("At the largest size, from the same runs", columns, rows, note=note)
 
 
 def _law(report: LadderReport) -> Markup:
@@ -378,7 +378,7 @@ def _sizes(report: LadderReport) -> PlainTable:
         ]
         for rung in report.rungs
     ]
-    return "The sizes of the control; parameters without embeddings", columns, rows
+    return "The sizes (rungs) of the control; parameters without embeddings", columns, rows
 
 
 def _named(index: int, budget: int) -> str:

@@ -434,18 +434,19 @@ UNDECIDED = (
 
 
 def verdict(report: LadderReport) -> str:
-    """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed prediction, then the
-    findings."""
+    """The verdict, by fixed rules, a line each: what is missing or doubtful, the findings, then the sealed
+    prediction."""
     if not report.arms or not any(row.loss for arm in report.arms for row in arm.rungs):
         return _lines(["no run of a model size has a result yet", *_missing(report)], [])
     arms = [arm for arm in report.arms[1:] if not arm.matched]
-    parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
-    if report.puzzle is not None:
-        parts += puzzle_words(report.control, report.puzzle)
+    parts = [*_missing(report), *_doubts(report)]
     told = [arm for arm in arms if arm.multiplier]
     parts += [_finding(report, arm) for arm in told]
-    if not told and report.puzzle is None:
+    if report.puzzle is not None:
+        parts += puzzle_words(report.control, report.puzzle)
+    elif not told:
         parts += _one_size(report, arms) or [UNDECIDED]
+    parts += _seal_words(report)
     return _lines(parts, [arm.name for arm in report.arms])
 
 

@@ -19,6 +19,7 @@ from fathom.report.provenance import provenance
 from fathom.report.tables import PlainTable
 from fathom.training import read_history, read_metrics
 from fathom.training.estimate import Estimate, estimate
+from fathom.training.probe import Probe, figures, is_probe, read_probe
 from fathom.training.results import RunResult
 
 PAGE, INDEX = "report.html", "index.html"
@@ -68,7 +69,16 @@ class RunFacts:
             f"Held-out loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte, perplexity "
             f"{score.perplexity:.2f}{score.how}."
         )  # fmt: skip
-        return f"{self.cost.mechanism}, {short(self.cost.parameters)} parameters, {short(tokens)} tokens. {held}"
+        said = f"{self.cost.mechanism}, {short(self.cost.parameters)} parameters, {short(tokens)} tokens. {held}"
+        return said if self.probe is None else f"{said}\n{str(self.probe)[0].upper()}{str(self.probe)[1:]}."
+
+    @property
+    def probe(self) -> Probe | None:
+        """The result of a learning-rate probe, if the run is one and has enough steps."""
+        try:
+            return read_probe(self.directory) if is_probe(self.recipe) else None
+        except ValueError:
+            return None
 
 
 @dataclass
@@ -97,17 +107,19 @@ def run_page(run: RunFacts, extras: Extras) -> str:
     names = _names(runs)
     legend = html.legend(names) if len(runs) > 1 else ""
     recipe = (run.directory / RECIPE).read_text(encoding="utf-8")
+    probe = [] if run.probe is None else figures(run.probe)
     return html.page(
-        names[0],
-        run.verdict,
+        f"Training run {' compared with '.join(names)}",
+        "\n".join([run.verdict, *_gap(runs, names)]),
+        html.section("Learning-rate probe", *probe),
         html.section("Training", legend, html.figures(*(_curve(runs, names, key) for key in CURVES))),
         html.section("Held-out text", legend, _by_position(runs, names), html.table(*_domains(run))),
         html.section("Samples", *map(_sample, extras.samples), _lens(extras)),
-        html.section("Cost", html.table(*_cost(run))),
-        html.section("Difference", *_difference(runs, names)),
+        html.section("Cost", html.facts("Cost of this run", _cost(run))),
+        html.section("Difference", _difference(runs, names)),
         html.section("History", _listed(_history(run))),
-        html.section("What next", _listed(extras.following)),
-        html.section("Where it comes from", html.table(*_hashes(run)), html.source(provenance())),
+        html.section("What next", html.commands(extras.following)),
+        html.section("Where it comes from", html.table(*_hashes(run), prose=("hash",)), html.source(provenance())),
         html.details("The recipe", recipe),
     )
 
@@ -131,7 +143,7 @@ def runs_in(folder: Path) -> list[Path]:
 
 def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
     """A page for each run of a folder that has none newer than its numbers, and one that lists them."""
-    rows = []
+    runs = []
     for directory in runs_in(folder):
         try:
             run = read_run(directory)
@@ -140,15 +152,30 @@ def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
             continue
         if not _current(directory):
             write_run_page(run, Extras())
-        rows.append(_row(run))
-    if not rows:
+        runs.append(run)
+    if not runs:
         raise SettingsError(f"{folder}: no runs of fathom train there")
     columns = ["run", "mechanism", "parameters", "tokens", "held-out loss", "bits per byte", "state"]
-    links = html.links("Pages", [(row[0], f"{row[0]}/{PAGE}") for row in rows])
-    table = html.table("By name", columns, rows, note="Bits per byte compare across tokenizers; losses do not.")
-    page = html.page(folder.resolve().name, f"{len(rows)} runs.", html.section("Runs", table), links)
+    cells = [_row(run) for run in runs]
+    table = html.table(
+        "Each run has a page", columns, cells, note="Bits per byte compare across tokenizers; losses do not."
+    )
+    page = html.page(f"Training runs in {folder.resolve().name}", _overview(runs), table)
     write_atomically(folder / INDEX, page)
     return folder / INDEX
+
+
+def _overview(runs: Sequence[RunFacts]) -> str:
+    """How many runs are finished, and which predicts its held-out text best."""
+    finished = [(run, run.result.evaluation) for run in runs if run.result is not None]
+    words = [f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(finished)} finished."]
+    scored = [(score.bits_per_byte, run) for run, score in finished if score is not None]
+    if len(scored) > 1:
+        least, best = min(scored, key=lambda pair: pair[0])
+        words.append(
+            f"{best.directory.name} has the fewest bits per byte, {least:.4f}; compare runs of the same held-out text."
+        )
+    return " ".join(words)
 
 
 def _current(directory: Path) -> bool:
@@ -161,7 +188,8 @@ def _row(run: RunFacts) -> list[str]:
     numbers = [DASH, DASH] if score is None else [f"{score.loss:.4f}", f"{score.bits_per_byte:.4f}"]
     tokens = short(max((line["tokens"] for line in run.metrics), default=0))
     state = "finished" if run.result else f"step {run.step} of {run.recipe.train.steps}"
-    return [run.directory.name, run.cost.mechanism, short(run.cost.parameters), tokens, *numbers, state]
+    name = html.link(run.directory.name, f"{run.directory.name}/{PAGE}")
+    return [name, run.cost.mechanism, short(run.cost.parameters), tokens, *numbers, state]
 
 
 def _names(runs: Sequence[RunFacts]) -> list[str]:
@@ -181,7 +209,7 @@ def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
             x, y = zip(*held, strict=True)
             lines.append(Line(f"{name}, held out", x, y, series, dashed=True))
     title, axis = CURVES[key]
-    caption = "dashed: held out" if key == "loss" else ""
+    caption = "Dots mark the loss of held-out text." if key == "loss" else ""
     return html.plot(title, lines, ("step", axis), f"{axis} by step", caption) if lines else ""
 
 
@@ -213,39 +241,45 @@ def _domains(run: RunFacts) -> PlainTable:
 
 
 def _sample(sample: Sample) -> str:
-    return html.figure(sample.prompt, html.paragraph(sample.text), "the prompt, and how the model continues it")
+    return html.figure(sample.prompt, html.quotation(sample.text), "the prompt, and how the model continues it")
 
 
 def _lens(extras: Extras) -> str:
-    return html.links("Lens", [("what each layer reads and predicts", extras.lens.name)]) if extras.lens else ""
+    if extras.lens is None:
+        return ""
+    return html.paragraph(html.link("The lens: what each layer reads and predicts", extras.lens.name))
 
 
-def _cost(run: RunFacts) -> PlainTable:
-    cost, result = run.cost, run.result
-    rows = [
-        ["parameters", f"{cost.parameters:,}"],
-        ["FLOPs per token, forward", f"{cost.flops_per_token:,.0f}"],
-        ["FLOPs of the training", f"{cost.training_flops:.3g}"],
-        ["bytes of cache per token (bf16)", f"{cost.cache_bytes_per_token:,}"],
-    ]
+def _cost(run: RunFacts) -> dict[str, str]:
+    cost, result, context = run.cost, run.result, run.recipe.data.sequence_length
+    found = {
+        "parameters": f"{cost.parameters:,}",
+        "FLOPs per token, forward": f"{short(cost.flops_per_token)}, mean over a context of {context:,} tokens",
+        "FLOPs of the training": short(cost.training_flops),
+        "bytes of cache per token": f"{cost.cache_bytes_per_token:,} in bfloat16",
+    }
     if result is not None:
-        rows += [["seconds in steps", f"{result.seconds:,.0f}"], ["epochs", f"{result.epochs:.3g}"]]
-    return "Of this run", ["", "value"], rows
+        found |= {"seconds in steps": f"{result.seconds:,.0f}", "epochs": f"{result.epochs:.3g}"}
+    return found
 
 
-def _difference(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
-    """The keys in which two recipes differ, and the two held-out losses."""
+def _gap(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
+    """The difference of two held-out losses."""
+    scores = [None if run.result is None else run.result.evaluation for run in runs]
+    if len(scores) == 2 and scores[0] is not None and scores[1] is not None:
+        gap = scores[0].bits_per_byte - scores[1].bits_per_byte
+        words = f"{names[0]} minus {names[1]}: {signed(gap)} bits per byte on the held-out split, without an interval."
+        yield f"{words} `fathom evaluate` pairs them by document."
+
+
+def _difference(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
+    """The keys in which two recipes differ."""
     if len(runs) < 2:
-        return
+        return ""
     ours, theirs = (values_of(run.recipe) for run in runs)
     keys = differences(runs[0].recipe, runs[1].recipe, ignore=())
     rows = [[key, str(ours.get(key, DASH)), str(theirs.get(key, DASH))] for key in keys]
-    scores = [None if run.result is None else run.result.evaluation for run in runs]
-    if scores[0] is not None and scores[1] is not None:
-        gap = scores[0].bits_per_byte - scores[1].bits_per_byte
-        words = f"{names[0]} minus {names[1]}: {signed(gap)} bits per byte on the held-out split, without an interval."
-        yield html.paragraph(f"{words} fathom evaluate pairs them by document.")
-    yield html.table("Keys that differ", ["key", *names], rows) or html.paragraph("The recipes are equal.")
+    return html.table("Keys that differ", ["key", *names], rows) or html.paragraph("The recipes are equal.")
 
 
 def _history(run: RunFacts) -> Iterator[str]:

@@ -76,7 +76,8 @@ COPIED = (
 )
 GIVE_CONTROLS = (
     "no control or null file of this class: no score can be called high, and the verdict cannot be shared lineage; "
-    "give a control (--control MODEL, an unrelated model of the same kind) or a null file (--null FILE)"
+    "give a control (--control MODEL, an unrelated model of the same kind; two if A and B differ in depth) or a null "
+    "file (--null FILE)"
 )
 
 

@@ -6,7 +6,7 @@ can break a page.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from markupsafe import Markup
@@ -25,6 +25,13 @@ def page(title: str, verdict: str, *blocks: str) -> str:
     return render("report/page.html.j2", title=title, verdict=verdict, blocks=list(filter(None, blocks)))
 
 
+def clauses(verdict: str, names: Iterable[str]) -> str:
+    """A long verdict with each clause on a line of its own; one that begins with a name has no capital letter."""
+    lines = [line.rstrip(".") for line in verdict.replace(". ", "; ").split("; ")]
+    kept = tuple(names)
+    return "\n".join(f"{line if line.startswith(kept) else line[:1].upper() + line[1:]}." for line in lines)
+
+
 def section(heading: str, *blocks: str) -> Markup:
     """A heading and its blocks; empty if there are no blocks."""
     shown = list(filter(None, blocks))
@@ -36,14 +43,24 @@ def paragraph(text: str, quiet: bool = False) -> Markup:
     return macro("paragraph", BLOCKS, text, quiet)
 
 
+def quotation(text: str) -> Markup:
+    """A text as it is, with its line breaks."""
+    return macro("quotation", BLOCKS, text)
+
+
 def bullets(items: Sequence[str]) -> Markup:
     """A list of sentences."""
     return macro("bullets", BLOCKS, items, False)
 
 
-def links(label: str, targets: Sequence[tuple[str, str]]) -> Markup:
-    """Other pages, by the text of the link and the path next to this page; empty without any."""
-    return macro("links", BLOCKS, label, targets) if targets else Markup()
+def commands(lines: Sequence[str]) -> Markup:
+    """Commands to copy, one a line; empty without any."""
+    return macro("commands", BLOCKS, lines) if lines else Markup()
+
+
+def link(text: str, path: str) -> Markup:
+    """A link to another page, by its path next to this page."""
+    return Markup(macro("link", BLOCKS, text, path).strip())
 
 
 def table(
@@ -93,9 +110,14 @@ def details(summary: str, text: str) -> Markup:
     return macro("details", BLOCKS, summary, text)
 
 
+def facts(label: str, values: Mapping[str, str]) -> Markup:
+    """Facts by their names, one a line."""
+    return macro("facts", BLOCKS, label, values)
+
+
 def source(report: Provenance) -> Markup:
     """Where a report's numbers come from, one fact a line."""
-    return macro("facts", BLOCKS, "Provenance", report.facts())
+    return facts("Provenance", report.facts())
 
 
 def write(directory: Path, values: object, html: str) -> tuple[Path, Path]:

@@ -139,7 +139,7 @@ def line_plot(
             "dash": UNSEEN if line.dashed else DASHES[line.series % len(DASHES)],
             "joined": line.joined,
             "points": [frame.place(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)],
-            "marks": line.marks,
+            "marks": line.marks or len(line.x) < 2,  # a line of one point shows nothing
         }
         for line in lines
     ]
@@ -154,8 +154,8 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
     frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
     at = frame.x(line)
     rows = []
+    right = _right_of(at, frame, [item.name for item in intervals])
     for number, item in enumerate(intervals):
-        right = _right_of(at, frame, item)
         rows.append(
             {
                 "name": item.name,
@@ -172,12 +172,11 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
     return macro("intervals", TEMPLATE, frame, x_label, description, at, rows)
 
 
-def _right_of(at: float, frame: _Frame, item: IntervalMark) -> bool:
-    """Whether a name stands to the right of the line: away from its mark, if it fits there, else where there is more
-    room. No name crosses the line."""
-    rooms = {False: at - frame.left, True: frame.right - at}
-    away = frame.x(item.value) <= frame.middle
-    return away if width_of(item.name) <= rooms[away] else rooms[True] >= rooms[False]
+def _right_of(at: float, frame: _Frame, names: Sequence[str]) -> bool:
+    """Whether all names stand to the right of the line: where they do not fit to its left, and there is more room. No
+    name crosses the line."""
+    left, right = at - frame.left, frame.right - at
+    return max(map(width_of, names), default=0.0) > left and right > left
 
 
 def width_of(text: str) -> float:
@@ -273,10 +272,10 @@ class _Frame:
         """The picture coordinates of a point."""
         return self.x(x), self.y(y)
 
-    def x_ticks(self) -> list[tuple[float, str]]:
-        """Positions and labels of the ticks."""
-        found = ticks(*self.x_range, count=4)
-        return [(self.x(tick), short(tick)) for tick in found if not self.whole or tick.is_integer()]
+    def x_ticks(self) -> list[tuple[float, float, str]]:
+        """Positions of the ticks, and positions and texts of their labels, which stay within the picture."""
+        found = [tick for tick in ticks(*self.x_range, count=4) if not self.whole or tick.is_integer()]
+        return [(self.x(one), min(self.x(one), WIDTH - LETTER * len(short(one)) / 2), short(one)) for one in found]
 
     def y_ticks(self) -> list[tuple[float, str]]:
         """Positions and labels of the ticks."""

@@ -34,7 +34,7 @@ class Provenance:
         """The provenance as text, by heading."""
         return {
             "command": self.command,
-            "date": self.date,
+            "date": self.date.replace("T", " ").replace("+00:00", " UTC"),
             "commit": self.commit or "not in a checkout",
             "hardware": machine(self.hardware),
             "versions": ", ".join(f"{name} {number}" for name, number in self.versions.items()),

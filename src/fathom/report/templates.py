@@ -33,12 +33,22 @@ def glued(text: object) -> Markup:
     return Markup(re.sub(r"(?<=\d) (?=%)|(?<=[±×]) | (?=[±×])", NO_BREAK, str(escape(text))))
 
 
+def prose(text: object) -> Markup:
+    """Sentences of ours: glued, and with `code` between backticks set as code."""
+    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(glued(text))))
+
+
 def parted(name: object) -> Markup:
-    """A name that may be broken after its underscores and plus signs, and nowhere else."""
-    return Markup(re.sub(r"(?<=[_+])(?=\w)", "<wbr>", str(escape(name))))
+    """A name that may be broken after its underscores, colons and other signs; a link stays as it is."""
+    return name if isinstance(name, Markup) else Markup(re.sub(r"(?<=[_+:=,/])(?=\w)", "<wbr>", str(escape(name))))
 
 
-ENVIRONMENT.filters |= {"glued": glued, "parted": parted}
+def number(cell: object) -> Markup:
+    """A cell of a table, with the minus sign of its number."""
+    return Markup(re.sub(r"^-(?=\d)", "−", str(escape(cell))))
+
+
+ENVIRONMENT.filters |= {"glued": glued, "prose": prose, "parted": parted, "number": number}
 
 
 def render(name: str, **values: object) -> str:

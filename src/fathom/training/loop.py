@@ -133,6 +133,8 @@ class Run:
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
         self._recipe_text = recipe.to_yaml()
         self.display = Display(recipe.track.display if ranks.first else "none", recipe.train.steps)
+        if name := recipe.model.get("from_pretrained"):
+            self.display.say(f"opening {name}")
         verify = recipe.data.verify and ranks.local_rank == 0
         split: TokenDataset | None = None
         if recipe.evaluate.every or has_split(recipe.data.directory, "val", recipe.data.collections):
@@ -400,7 +402,10 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
         model.tie_weights()
         if training.recipe.train.precision == "bf16":
             model.to(torch.bfloat16)
-        tokenizer = AutoTokenizer.from_pretrained(training.data.tokenizer_directory)
+        tokenizer = AutoTokenizer.from_pretrained(
+            training.data.tokenizer_directory,
+            trust_remote_code=False,  # None would ask
+        )
         export(model, directory, tokenizer, facts=facts)
     training.ranks.barrier()
     return directory

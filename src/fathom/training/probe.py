@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fathom.recipe import Recipe
-from fathom.report import html
+from fathom.report import REPORT, html
+from fathom.report.files import write_json
 from fathom.report.plots import Line
-from fathom.report.provenance import Provenance, provenance
+from fathom.report.provenance import provenance
 from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.tracking import read_metrics
 
@@ -93,14 +94,13 @@ class ProbeReport(Hook):
         except (OSError, ValueError):
             return  # it ended too early, which the run reports
         run.say(str(found))
-        source = provenance()
-        html.write(run.run_dir, {**vars(source), "verdict": str(found), **vars(found)}, page(found, source))
+        write_json(run.run_dir / REPORT, {**vars(provenance()), "verdict": str(found), **vars(found)})
 
 
-def page(found: Probe, source: Provenance) -> str:
-    """The report of a probe."""
+def figures(found: Probe) -> list[str]:
+    """What a run's page shows of a probe."""
     x = [math.log10(rate) for rate in found.rates]
-    figures = []
+    drawn = []
     for title, values, at in (
         ("Gradient norm", found.gradients, found.gradient),
         ("Loss", found.losses, found.loss),
@@ -111,17 +111,11 @@ def page(found: Probe, source: Provenance) -> str:
             Line(f"least, at {at:.2g}", [x[edge]], [values[edge]], 1, joined=False),
         ]
         words = f"Least at a learning rate of {at:.2g}."
-        figures.append(html.plot(title, lines, ("rate, log10", title.lower()), words, words, x_from_zero=False))
+        drawn.append(html.plot(title, lines, ("learning rate, log10", title.lower()), words, words, x_from_zero=False))
     reading = [
         f"Every step has another learning rate; curves are means over {100 * SMOOTH:.0f} % of the steps on either "
         "side.",
         "Above the learning rate at which the gradient norm starts to rise, steps counteract each other. This is one "
         "run without a control: a starting point. Compare it with neighbouring values.",
     ]
-    return html.page(
-        "Learning-rate probe",
-        f"{str(found)[0].upper()}{str(found)[1:]}.",
-        html.figures(*figures),
-        html.section("How to read this", html.bullets(reading)),
-        html.section("Where it comes from", html.source(source)),
-    )
+    return [html.figures(*drawn), html.bullets(reading)]

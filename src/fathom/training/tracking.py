@@ -195,7 +195,7 @@ def _lines(path: Path) -> Sequence[bytes]:
 
 
 SLOW = 5.0
-"""Seconds of a first step after which the display says how long the run will take."""
+"""Seconds of a step after which the display says how long the run will take."""
 
 
 class Display(Hook):
@@ -203,25 +203,28 @@ class Display(Hook):
 
     def __init__(self, mode: str, steps: int) -> None:
         self.mode, self.steps = mode, steps
-        self._began: float | None = None
-        """When the first step of this process began."""
-        self._timed = False
+        self._began = 0.0
+        """When the step began."""
+        self._done = 0
+        """Steps of this process."""
 
     def before_run(self, run: ObservedRun) -> None:
         """Say what is trained, on what, and where."""
-        self.say(opening(run))
+        self.say(f"{opening(run)}; Ctrl-C stops and saves")
 
     def before_step(self, run: ObservedRun) -> None:
         """Start the clock."""
-        self._began = self._began or time.perf_counter()
+        self._began = time.perf_counter()
 
     def after_step(self, run: ObservedRun, metrics: StepMetrics) -> None:
-        """Say early how long a slow run will take: its first line of numbers may be an hour away."""
-        took = time.perf_counter() - (self._began or 0.0)
-        if not self._timed and took > SLOW and not run.due(run.recipe.train.log_every):
-            left = duration(took * (self.steps - run.step))
-            self.say(f"step {run.step}/{self.steps} took {duration(took)}, about {left} to go; Ctrl-C stops and saves")
-        self._timed = True
+        """Say early how long a slow run will take: its first line of numbers may be an hour away. The first step sets
+        up much, so the second is the measure."""
+        took = time.perf_counter() - self._began
+        self._done += 1
+        if self._done > 2 or took < SLOW or run.due(run.recipe.train.log_every):
+            return
+        told = "" if self._done == 1 else f", about {duration(took * (self.steps - run.step))} to go"
+        self.say(f"step {run.step}/{self.steps} took {duration(took)}{told}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Show a step's numbers if they include the speed, once per interval."""

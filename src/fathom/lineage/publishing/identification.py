@@ -208,7 +208,7 @@ def write(out: Path, found: Identification) -> None:
     html.write(out, found, page(found))
 
 
-COLUMNS = ("model", "verdict", "p", "score", "cards")
+COLUMNS = ("model", "verdict", "p", "score", "likeness of cards")
 
 
 def page(found: Identification) -> str:
@@ -218,7 +218,7 @@ def page(found: Identification) -> str:
             one.name,
             html.paragraph(one.meaning),
             html.bullets(one.reasons),
-            html.section("Other explanations", html.bullets(one.alternatives)) if one.alternatives else "",
+            html.details("Other explanations", "\n".join(one.alternatives)) if one.alternatives else "",
         )
         for one in found.candidates
     ]
