@@ -31,6 +31,7 @@ KEPT = 1e-3  # largest change of a logit
 KEYS_KEPT = 1e-4
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LOUD = 4.0
+FAINT, NEVER = 1e-6, 1e4  # a constant input, and what it adds to a gate that shall never open
 
 
 @dataclass
@@ -311,6 +312,52 @@ def widen(copy: Copy, draw: Draw) -> None:
     config |= {"hidden_size": old + more, "rms_norm_eps": config["rms_norm_eps"] * share}
 
 
+def _twins(gate: Tensor, up: Tensor, down: Tensor, draw: Draw) -> Pieces:
+    """Two more neurons with every gate and anything else."""
+    more = [[_normal(side, draw, LOUD) for _ in range(2)] for side in (up, down)]
+    return [gate, gate.clone(), gate.clone()], [up, *more[0]], [down, *more[1]]
+
+
+def faint_twins(copy: Copy, draw: Draw) -> None:
+    """Twins of each neuron that never fire, because of channels with a faint constant that no layer writes."""
+    old = copy.config["hidden_size"]
+    widen(copy, draw)
+    table = copy.tensors[EMBED]
+    table[:, old:] = FAINT * table[:, :old].square().mean(1, keepdim=True).sqrt()
+
+    def parts(gate: Tensor, up: Tensor, down: Tensor) -> Pieces:
+        gates, ups, downs = _twins(gate, up, down, draw)
+        for twin, out in zip(gates[1:], downs[1:], strict=True):
+            twin[:, old:] = -NEVER / FAINT / (table.shape[1] - old)
+            out[old:] = 0
+        return gates, ups, downs
+
+    _neurons(copy, parts)
+
+
+def mute_twins(copy: Copy, draw: Draw) -> None:
+    """Twins of each neuron that never fire, because of a bias."""
+    count = copy.config["intermediate_size"]
+    _neurons(copy, lambda *roles: _twins(*roles, draw))
+    for at in copy.layers():
+        for role in ("gate", "up", "down"):
+            matrix = copy.tensors[f"{at}mlp.{role}_proj.weight"]
+            copy.tensors[f"{at}mlp.{role}_proj.bias"] = torch.zeros(len(matrix)).double()
+        copy.tensors[f"{at}mlp.gate_proj.bias"][count:] = -NEVER
+    copy.config["mlp_bias"] = True
+
+
+def mute_plain(copy: Copy, draw: Draw) -> None:
+    """The same without a gate."""
+    for at in copy.layers():
+        read, bias, write = (f"{at}mlp.{part}" for part in ("c_fc.weight", "c_fc.bias", "c_proj.weight"))
+        t = copy.tensors
+        t[read] = torch.cat([t[read]] * 2, 1)
+        t[bias] = torch.cat([t[bias], torch.full_like(t[bias], -NEVER)])
+        t[write] = torch.cat([t[write], _normal(t[write], draw, LOUD)])
+    copy.config["n_inner"] = len(t[bias])
+
+
 def biases(copy: Copy, draw: Draw) -> None:
     """Biases of values, which the biases of the outputs undo: the weights of attention add up to one."""
     config = copy.config
@@ -451,13 +498,14 @@ EDITS: dict[str, Callable[[Copy, Draw], None]] = {
     "junk rows": junk_rows, "cipher": cipher, "shuffled rows": shuffled_rows, "cast": single, "shards": shards,
     "constant keys": constant_keys, "flip": flip, "mixed heads": mixed_heads, "own keys": own_keys,
     "cut layers": cut_layers, "widen": widen, "wide heads": wide_heads, "biases": biases,
-    "flip plain": flip_plain, "turn plain": turn_plain,
+    "flip plain": flip_plain, "turn plain": turn_plain, "faint twins": faint_twins, "mute twins": mute_twins,
+    "mute plain": mute_plain,
 }  # fmt: skip
 ATTACKS = ("permute", "rotate", "gain", "plane", "head", "neuron")
-PLAIN = ("flip plain", "turn plain")
+PLAIN = ("flip plain", "turn plain", "mute plain")
 LAYER_NORM = ("permute", "head", "neuron", "cipher", "cast", "shards", *PLAIN)
-NORMED = ("constant keys", "wide heads")  # q/k-norm undoes or forbids these
-LAST = ("biases",)  # other edits know weights alone
+NORMED = ("constant keys", "wide heads", "mute twins")  # q/k-norm undoes or forbids these, or Qwen3 has no biases
+LAST = ("faint twins", "biases", "mute twins")  # other edits know weights alone, of moderate size
 
 
 def usable(family: str) -> list[str]:

@@ -50,6 +50,10 @@ DIRECTED = (
     ("widen", "rotate", "cipher"),
     ("widen", "cut layers", "mixed heads", "rotate", "decoy layer", "cipher"),
     ("own keys", "wide heads", "triple", "rotate", "junk rows", "cipher"),
+    ("faint twins", "cipher"),
+    ("faint twins", "rotate", "decoy layer", "cipher"),
+    ("rotate", "cipher", "mute twins"),
+    ("widen", "rotate", "decoy layer", "decoy layer", "decoy layer", "decoy layer", "cipher", "mute twins"),
 )
 
 
@@ -67,8 +71,16 @@ def test_edits_directed_at_the_test_without_a_tokenizer_are_found(neutral, model
         assert stranger.verdict.label == verdict.NONE, stranger.verdict.reasons
 
 
+PLAIN = (
+    ("flip plain",),
+    ("turn plain", "cipher"),
+    ("flip plain", "turn plain", "cipher"),
+    ("turn plain", "mute plain", "cipher"),
+)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kinds", [("flip plain",), ("turn plain", "cipher"), ("flip plain", "turn plain", "cipher")])
+@pytest.mark.parametrize("kinds", PLAIN, ids=" ".join)
 def test_disguises_of_models_with_layer_norm_are_found(neutral, tmp_path, kinds):
     tiny = importlib.import_module("tiny")
     shape = tiny.Shape("gpt2", kv_heads=4)

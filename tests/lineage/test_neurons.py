@@ -129,13 +129,31 @@ def test_gates_that_are_turned_around_are_the_same_neurons():
     """silu(z) - silu(-z) = z, so (g, u, d) equals (-g, u, d), (u, g, d) and (-u, g, -d) together."""
     gate, up, down = np.random.default_rng(0).normal(size=(3, 20, 12)).astype(np.float32)
     frame = neurons.order(12, 0)
-    before = neurons._merged(gate, up.copy(), down.copy(), True, frame)
+    before = neurons._merged(gate, up.copy(), down.copy(), np.zeros(20), True, frame)
     pieces = ((-gate, up, -up), (up, gate, gate), (down, down, -down))
-    after = neurons._merged(*(np.concatenate(some) for some in pieces), True, frame)
+    after = neurons._merged(*(np.concatenate(some) for some in pieces), np.zeros(60), True, frame)
     assert len(after) == 20, "the others cancel"
     assert neurons.agreement(neurons.by_roles(before, after, True))[:2] == (20, 20)
-    without = neurons._merged(*(np.concatenate(some) for some in pieces[:1] * 3), True, frame)
+    without = neurons._merged(*(np.concatenate(some) for some in pieces[:1] * 3), np.zeros(60), True, frame)
     assert neurons.agreement(neurons.by_roles(before, without, True))[0] < 5, "another function"
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_neurons_that_never_fire_hide_none_with_their_gate(gated):
+    """A bias keeps the second half from firing, so its other rows, however loud, are not added to the first half's."""
+    draw, frame = np.random.default_rng(0), neurons.order(24, 0)
+    read, up, write = draw.normal(size=(3, 40, 24))
+    plain, closed = np.zeros(40), np.full(40, -1e4)
+    loud = 1e9 * draw.normal(size=(2, 40, 24))
+
+    def merged(offset):
+        rows = (np.concatenate(pair) for pair in ((read, read), (up, loud[0]), (write, loud[1])))
+        return neurons._merged(*rows, np.concatenate([plain, offset]), gated, frame)
+
+    own = neurons._merged(read.copy(), up.copy(), write.copy(), plain, gated, frame)
+    for offset, count, low, high in ((closed, 80, 40, 40), (plain, 40, 0, 4)):  # without a bias they are one neuron
+        other = merged(offset)
+        assert len(other) == count and low <= neurons.agreement(neurons.by_roles(own, other, gated))[0] <= high
 
 
 def test_the_rate_is_raised_by_controls():

@@ -10,19 +10,21 @@ Neurons that are split, cancelled or never fire drop out of the sums. Directions
 anything is computed: nothing is ever in them, so they can be read in any way. From a few of these maps each model gets
 eigenvectors of Σ (C Cᵀ + φ Cᵀ C + ½(C + Cᵀ)). Signs come from the products in those bases, and the rotation R between
 the bases is then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neurons are paired only in layers that this fit
-never saw, by gate and by up apart. R is known up to its sign, so both are tried.
+never saw, by gate and by up apart. R is known up to its sign, so both are tried. If nothing is found, R is fitted to VO
+alone, of all layers: FF holds for Gaussian input, and a copy can have neurons that never fire for any other.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, values
-from fathom.lineage.neurons import EXPERTS, Frame
+from fathom.lineage.neurons import Frame
 from fathom.lineage.weights import Told, Weights
 
 FIT, HELD = 12, 3  # most maps for the fit, and layers for the test
@@ -33,7 +35,9 @@ SETTLED = 1e-4
 GOLDEN = 0.618
 NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
 TURN = 1e-3  # two maps of layers that differ by less have the same invariants
+EXPERTS = 8  # most experts of a map
 DEAD = 1e-4  # a map that is so much smaller than the median one is none
+ROWS = 1024  # embedding rows that a mean input is taken from
 EMPTY = 1e-5  # share of the mean energy below which a direction is never written: rounding to bfloat16 leaves 1e-6
 Pairs = list[tuple[int, int]]
 ATTENTION, FEED_FORWARD = range(2)
@@ -47,6 +51,7 @@ class Basis:
 
     vectors: Array
     maps: Array
+    faint: Array | None = None  # [d], the mean input in the directions that no map writes
 
 
 def usable(weights: Weights, kind: int = ATTENTION) -> list[int]:
@@ -64,6 +69,32 @@ def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
     left, right = {i for i, _ in held}, {j for _, j in held}
     rest = [one for one in maps if one[1] not in left and one[2] not in right]
     return sorted(rest[at] for at in draw.permutation(len(rest))[:FIT]), sorted(held)
+
+
+def of_attention(maps: Maps, nonce: int) -> Maps:
+    """A fit by attention alone, whose maps are linear: no neuron that never fires can change them."""
+    rest = [one for one in maps if one[0] == ATTENTION]
+    return sorted(rest[at] for at in np.random.default_rng(nonce).permutation(len(rest))[:FIT])
+
+
+def windows(maps: Maps, held: Pairs, a: Weights, b: Weights) -> list[Pairs]:
+    """Pairs of layers for the test that need no map of feed-forward layers, in groups with at most one that is right.
+
+    Where the depths differ, a layer of the shallower model may correspond to all layers of the other one between the
+    partners of its attention and of the next one's.
+    """
+    if a.geometry.layers == b.geometry.layers:
+        return [[pair] for pair in held]
+    short = int(b.geometry.layers < a.geometry.layers)
+    deep = (b, a)[short]
+    partners = {one[1 + short]: one[2 - short] for one in maps if one[0] == ATTENTION}
+    out = []
+    for at in {pair[short] for pair in held}:
+        first = max((j for i, j in partners.items() if i <= at), default=0)
+        last = min((j for i, j in partners.items() if i > at), default=deep.geometry.layers)
+        some = [j for j in usable(deep, FEED_FORWARD) if first <= j <= last]
+        out += [[(j, at) if short else (at, j) for j in some]] if some else []
+    return out
 
 
 def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
@@ -171,8 +202,18 @@ def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
         size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
         vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:WIDEST]].astype(np.float32)
         own = np.stack([vectors.T @ c @ vectors for c in found])
-        weights.memo[key] = Basis(vectors if span is None else span @ vectors, own)
+        outside = None if span is None else _faint(weights, span)
+        weights.memo[key] = Basis(vectors if span is None else span @ vectors, own, outside)
     out: Basis = weights.memo[key]
+    return out
+
+
+def _faint(weights: Weights, span: Array) -> Array:
+    """The mean of normed embedding rows outside of a span. A constant there, however faint, acts as a bias."""
+    rows = np.unique(np.linspace(0, weights.geometry.vocab - 1, ROWS).astype(int))
+    mean = awm.unit_rows(canonical.embedding(weights, rows)).mean(0, dtype=np.float64) * math.sqrt(len(span))
+    basis = np.linalg.qr(span.astype(np.float64))[0]
+    out: Array = mean - basis @ (basis.T @ mean)
     return out
 
 
@@ -207,5 +248,6 @@ def frame(a: Weights, b: Weights, fit: Maps) -> tuple[Frame, Frame]:
     """The shared frame from the maps of the fit, up to a sign of one side."""
     sides = [basis(w, [(one[0], one[1 + side]) for one in fit]) for side, w in enumerate((a, b))]
     most = min(len(side.vectors.T) for side in sides)
-    sides = [Basis(side.vectors[:, :most], side.maps[:, :most, :most]) for side in sides]
-    return Frame("blind", sides[0].vectors @ rotation(*sides)), Frame("blind", sides[1].vectors)
+    sides = [replace(side, vectors=side.vectors[:, :most], maps=side.maps[:, :most, :most]) for side in sides]
+    first, second = sides[0].vectors @ rotation(*sides), sides[1].vectors
+    return Frame("blind", first, faint=sides[0].faint), Frame("blind", second, faint=sides[1].faint)

@@ -165,8 +165,10 @@ def _unseen(weights: Weights) -> Iterator[str]:
     layers = [layer for role, layer in weights.views if role == "down" and layer is not None]
     if not layers:
         yield f"{weights.name}: no feed-forward weights of a known name, so T4 is missing"
-    elif (most := max(weights.experts(layer) for layer in layers)) > neurons.EXPERTS:
-        yield f"{weights.name}: {neurons.EXPERTS} of {most} experts of a layer are compared, evenly spaced"
+        return
+    layer = max(layers, key=weights.experts)
+    if (seen := len(neurons.experts(weights, layer))) < (most := weights.experts(layer)):
+        yield f"{weights.name}: {seen} of {most} experts of a layer are compared, evenly spaced"
 
 
 def _layers(a: Weights, b: Weights, options: Options) -> tuple[list[int], list[int]]:
@@ -297,18 +299,29 @@ def _without_tokenizer(
     counts, frame = _by_axes(a, b, pairs, options, progress)
     if frame is not None:
         return Blind(counts, [frame], pairs), {"axes": _turn(frame)}, ""
-    fit, held = blind.split(blind.map_pairs(a, b, progress), options.drawn)
+    maps = blind.map_pairs(a, b, progress)
+    fit, held = blind.split(maps, options.drawn)
     if not fit or not held:
         return Blind(counts), {}, BLIND_NEEDS
-    progress("layers without a tokenizer")
-    one, other = blind.frame(a, b, fit)
-    tries = _held_out(a, b, (one, other), held, options)
-    found = max(tries, key=lambda some: sum(count.paired for count in some))
-    frame = (one if found is tries[0] else replace(one, basis=-one.basis)), other
-    counts = counts | {"blind": found}
-    if evidence.test_neurons("blind", found, []).p > evidence.ALPHA:
-        return Blind(counts), {}, ""
-    return Blind(counts, [frame], held), {"blind": _turn(frame)}, ""
+    seen = []
+    attention = blind.of_attention(maps, options.drawn)
+    for some, groups in ((fit, [[pair] for pair in held]), (attention, blind.windows(maps, held, a, b))):
+        if not some or not groups:
+            continue
+        progress("layers without a tokenizer")
+        one, other = blind.frame(a, b, some)
+        tries = _held_out(a, b, (one, other), groups, options)
+        found = max(tries, key=_paired)
+        seen.append(found)
+        if evidence.test_neurons("blind", found, []).p <= evidence.ALPHA:
+            frame = (one if found is tries[0] else replace(one, basis=-one.basis)), other
+            matched = [count.layers for count in found]
+            return Blind(counts | {"blind": found}, [frame], matched), {"blind": _turn(frame)}, ""
+    return Blind(counts | {"blind": max(seen, key=_paired)}), {}, ""
+
+
+def _paired(counts: list[NeuronCount]) -> int:
+    return sum(count.paired for count in counts)
 
 
 def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
@@ -316,15 +329,20 @@ def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
 
 
 def _held_out(
-    a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], pairs: blind.Pairs, options: Options
+    a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], groups: list[blind.Pairs], options: Options
 ) -> tuple[list[NeuronCount], list[NeuronCount]]:
-    """Neurons paired in the blind frame, in each of some pairs of layers; for either sign of its rotation."""
+    """Neurons paired in the blind frame, in the best pair of each group of layers; for either sign of its rotation."""
     gated = a.geometry.gated and b.geometry.gated
     out: tuple[list[NeuronCount], list[NeuronCount]] = [], []
-    for i, j in pairs:
-        one, other = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
-        for some, seen in zip(out, (one, one.turned()), strict=True):
-            some.append(NeuronCount((i, j), *neurons.agreement(neurons.by_roles(seen, other, gated), options.drawn)))
+    for group in groups:
+        tries: tuple[list[NeuronCount], list[NeuronCount]] = [], []
+        for i, j in group:
+            one, other = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
+            for some, side in zip(tries, (one, one.turned()), strict=True):
+                found = neurons.agreement(neurons.by_roles(side, other, gated), options.drawn)
+                some.append(NeuronCount((i, j), *found))
+        for best, some in zip(out, tries, strict=True):
+            best.append(max(some, key=lambda count: count.paired))
     return out
 
 

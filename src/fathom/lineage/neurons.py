@@ -30,9 +30,11 @@ from fathom.lineage.weights import Weights
 FRAME = 1024  # coordinates of a frame
 SAMPLE = 512  # maximum neurons of a layer for which a partner is searched
 FEWEST_STRINGS = 64
-EXPERTS = 8  # maximum experts of a layer
+EXPERTS, MANY = 8, 16384  # so many experts of a layer are read, or as many as have so many neurons together
 CLOSE = 1e-5
-DEAD = 1e-6
+DEAD = 1e-6  # neurons that cancel leave less than this share of the largest of them
+FAR = 8.0  # what is added to a gate counts as at most so many times its size
+TIE = 1e-4  # neurons as near as the nearest, within rounding: a copy may hold others with the same gate
 REPEATED = 0.3  # median |cosine| of gates and up rows from which these are one witness
 TOGETHER = 256  # groups of neurons whose sums are taken at once
 KEY = 1e-3  # keys of duplicates differ by rounding only
@@ -46,6 +48,9 @@ class Frame:
     basis: Array
     centred: bool = False
     picked: Array | None = None  # the channels that the basis uses unchanged
+    faint: Array | None = (
+        None  # [width]: the mean input in directions that the basis leaves out because no layer writes
+    )
 
     @property
     def size(self) -> int:
@@ -128,28 +133,41 @@ class Neurons:
         return Neurons(-self.read, -self.write, None if self.up is None else -self.up)
 
 
+def experts(weights: Weights, index: int) -> list[int]:
+    """The experts of a layer that are read, evenly spaced."""
+    count, most = weights.experts(index), max(EXPERTS, MANY // max(weights.neurons(index), 1))
+    return [*dict.fromkeys(np.linspace(0, count - 1, min(count, most)).astype(int).tolist())]
+
+
 def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
-    """The neurons of one layer, of all experts (at most eight); matrices are streamed."""
-    count = weights.experts(index)
-    found = [
-        _of_expert(weights, index, frame, expert)
-        for expert in np.unique(np.linspace(0, count - 1, min(count, EXPERTS)).astype(int)).tolist()
-    ]
-    read, up, write = found[0] if len(found) == 1 else (np.concatenate([part[i] for part in found]) for i in range(3))
+    """The neurons of one layer, of all experts or of many; matrices are streamed."""
+    found = [_of_expert(weights, index, frame, expert) for expert in experts(weights, index)]
+    read, up, write, offset = (
+        found[0] if len(found) == 1 else (np.concatenate([part[i] for part in found]) for i in range(4))
+    )
     del found
-    return _merged(read, up, write, weights.geometry.gated, frame)
+    return _merged(read, up, write, offset, weights.geometry.gated, frame)
 
 
-def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple[Array, Array, Array]:
+def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple[Array, Array, Array, Array]:
+    """Rows of the gates (without a gate, of up), of up and of the outputs, and what is added to the gates."""
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
-    rows = {}
-    for role in ("gate", "up") if weights.geometry.gated else ("up",):
-        rows[role] = np.empty((weights.neurons(index), frame.size), np.float32)
+    roles = ("gate", "up") if weights.geometry.gated else ("up",)
+    rows = {role: np.empty((weights.neurons(index), frame.size), np.float32) for role in roles}
+    offset = np.zeros(weights.neurons(index))
+    biased = weights.experts(index) == 1 and weights.has(f"{roles[0]}_bias", index)
+    for role in roles:
         for block in chunks(weights.neurons(index), CHUNK_ROWS):
             piece = {role: weights.tensor(role, index, block, expert), **norms}
-            rows[role][block] = frame.of(canonical.fold(piece, weights.geometry)[role])
+            if role == roles[0] and biased:
+                piece[f"{role}_bias"] = weights.tensor(f"{role}_bias", index, block)
+            folded = canonical.fold(piece, weights.geometry)
+            rows[role][block] = frame.of(folded[role])
+            if role == roles[0]:
+                offset[block] = folded.get(f"{role}_bias", 0)
+                offset[block] += 0 if frame.faint is None else folded[role] @ frame.faint
     write = _written(weights, index, frame, expert, norms.get("post_ffn_norm"))
-    return rows.get("gate", rows["up"]), rows["up"], write
+    return rows[roles[0]], rows["up"], write, offset
 
 
 def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Array | None) -> Array:
@@ -175,28 +193,39 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
     return write
 
 
-def _merged(read: Array, up: Array, write: Array, gated: bool, frame: Frame) -> Neurons:
+def _merged(read: Array, up: Array, write: Array, offset: Array, gated: bool, frame: Frame) -> Neurons:
     """One neuron for each line of gates (without a gate, of up rows). Split neurons join, cancelling ones vanish.
 
     Neurons of one gate compute silu(g x) Σ d uᵀ x, whatever the single d and u are, so only the sum counts. Its largest
     singular pair stands for it. A gate -g counts as g, because silu(-z) = silu(z) - z: a copy may turn gates around and
-    make up for the difference, a product of two linear maps, by neurons whose sum over each line is zero.
+    make up for the difference, a product of two linear maps, by neurons whose sum over each line is zero. What is added
+    to a gate, a bias or a faint constant input, belongs to its line: it can keep a neuron from ever firing.
     """
     size = np.sqrt(np.einsum("ij,ij->i", read, read))
-    group = duplicates(unit_rows(read), size if gated else np.ones(len(read)))
+    shift = np.clip(offset * (math.sqrt(frame.size) if frame.centred else 1), -FAR * size, FAR * size)
+    whole = np.concatenate([read, shift[:, None].astype(read.dtype)], 1) if offset.any() else read
+    group = duplicates(unit_rows(whole), np.linalg.norm(whole, axis=1) if gated else np.ones(len(read)))
     order = np.argsort(group, kind="stable")
     starts = np.flatnonzero(np.diff(group[order], prepend=-1))
     first = order[starts]
+    single = _effects(read, up, write, gated)
     if gated:
         _sum_products(up, write, np.split(order, starts[1:]) if len(order) else [])
-        size = size * np.sqrt(np.einsum("ij,ij->i", up, up))
     elif len(first) < len(order):
         write[first] = np.add.reduceat(write[order], starts)
-    size = size * np.sqrt(np.einsum("ij,ij->i", write, write))
-    kept = np.sort(first[alive(size[first])])
+    largest = np.maximum.reduceat(single[order], starts) if len(order) else single
+    kept = np.sort(first[_effects(read, up, write, gated)[first] > DEAD * largest])
     if len(kept) < len(read):
         read, up, write = read[kept], up[kept], write[kept]
     return unit(read, write, frame, up if gated and frame.name == "blind" else None)
+
+
+def _effects(read: Array, up: Array, write: Array, gated: bool) -> Array:
+    """The product of the sizes of each neuron's rows."""
+    out = np.ones(len(read))
+    for rows in (read, up, write) if gated else (read, write):
+        out *= np.sqrt(np.einsum("ij,ij->i", rows, rows))
+    return out
 
 
 def _sum_products(up: Array, write: Array, groups: list[Array]) -> None:
@@ -263,7 +292,9 @@ def by_roles(a: Neurons, b: Neurons, gated: bool) -> list[Side]:
 
 def _repeats(found: Neurons) -> bool:
     """Whether up rows point along the gates."""
-    return found.up is None or float(np.median(np.abs(np.einsum("ij,ij->i", found.read, found.up)))) > REPEATED
+    if found.up is None or not len(found):
+        return found.up is None
+    return float(np.median(np.abs(np.einsum("ij,ij->i", found.read, found.up)))) > REPEATED
 
 
 def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
@@ -282,15 +313,16 @@ def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
         return 0, 0, 0.0
     count = min(few, SAMPLE)
     sample = np.sort(np.random.default_rng(seed).choice(few, count, replace=False))
-    found = []
+    paired = np.ones((count, len(sides[0][1])), bool)
     for one, other, signed in sides:
         likeness = one[sample] @ other.T  # [sample, large]
         if not signed:
             np.abs(likeness, out=likeness)
-        nearest, back = likeness.argmax(1), likeness.argmax(0)
-        found.append(np.where(back[nearest] == np.arange(count), nearest, -1))
-    paired = np.flatnonzero((found[0] == found[1]) & (found[0] >= 0))
-    if not len(paired):
+        paired &= likeness >= likeness.max(1, keepdims=True) - TIE
+        paired &= likeness >= likeness.max(0) - TIE
+    found = np.flatnonzero(paired.any(1))
+    if not len(found):
         return 0, count, 0.0
-    alike = [np.einsum("ij,ij->i", one[sample[paired]], other[found[0][paired]]) for one, other, _ in sides]
-    return len(paired), count, max(float(np.median(np.abs(cosines))) for cosines in alike)
+    partner = paired[found].argmax(1)
+    alike = [np.einsum("ij,ij->i", one[sample[found]], other[partner]) for one, other, _ in sides]
+    return len(found), count, max(float(np.median(np.abs(cosines))) for cosines in alike)
