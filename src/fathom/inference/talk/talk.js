@@ -119,7 +119,7 @@ async function answer(prompt) {
     if (why === null) failed(mine, chat, prompt, error.message);
   }
   const seconds = (performance.now() - began) / 1000;
-  if (why !== null) tell(`${plural(mine.tokens.length, "token")}, ${(mine.tokens.length / seconds).toFixed(1)} a second${why === "length" ? "; it reached the most new tokens" : why === "stopped" ? "; stopped" : ""}`);
+  if (why !== null) tell(`${plural(mine.tokens.length, "token")}, ${(mine.tokens.length / seconds).toFixed(1)} a second${why === "length" ? "; cut off at the most new tokens" : why === "stopped" ? "; stopped" : ""}`);
   busy(false);
 }
 
