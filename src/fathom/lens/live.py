@@ -13,7 +13,7 @@ from fathom.errors import SettingsError
 from fathom.inference.api import ApiError, PlaceBody
 from fathom.inference.page import guarded
 from fathom.inference.prompt import encode
-from fathom.inference.slices import Breathe, Slices
+from fathom.inference.background import Breathe, Background
 from fathom.lens.look import LensData, look, require_decoder
 from fathom.lens.page import lens_page, pack
 from fathom.lens.place import look_at
@@ -34,13 +34,13 @@ def add_lens(app: FastAPI, service: Service) -> None:
     model, tokenizer, name = service.model, service.tokenizer, service.name
     longest = min(LONGEST, model.config.max_position_embeddings)
     require_decoder(model)
-    slices = Slices(service.engine)
+    background = Background(service.engine)
 
     async def looked(text: str) -> LensData:
         def work(breathe: Breathe) -> LensData:
             return look(model, tokenizer, text, name=name, breathe=breathe)
 
-        return await slices.run(work)
+        return await background.run(work)
 
     @app.get("/lens")
     async def page() -> HTMLResponse:
@@ -55,7 +55,7 @@ def add_lens(app: FastAPI, service: Service) -> None:
             message = f"tokens: {len(body.tokens)}; the lens of a server takes {PLACE:,} before a place"
             raise ApiError(400, message, "context_length_exceeded", "tokens")
         try:
-            return await slices.run(partial(look_at, model, tokenizer, body.tokens, body.said, trips))
+            return await background.run(partial(look_at, model, tokenizer, body.tokens, body.said, trips))
         except SettingsError as error:
             raise ApiError(400, str(error), param="tokens") from error
 

@@ -24,7 +24,7 @@ class GivenUp(BaseException):
     """Ends work whose client has left; no `except Exception` of the work may hold it."""
 
 
-class Slices:
+class Background:
     """Runs one piece of work at a time.
 
     Args:
@@ -50,7 +50,7 @@ class _Work:
         self.result: Future[Any] = Future()
         self.result.set_running_or_notify_cancel()  # to give it up is the work's part
         self._rest = threading.Event()
-        threading.Thread(target=self._run, name="slices", daemon=True).start()
+        threading.Thread(target=self._run, name="background", daemon=True).start()
 
     def _run(self) -> None:
         try:

@@ -9,7 +9,7 @@ import pytest
 from fathom.errors import RequestError
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
-from fathom.inference.slices import Slices
+from fathom.inference.background import Background
 from fathom.lens import look as looking
 from fathom.lens.look import look
 from tests.inference.test_engine import BUDGET, Collected, alone
@@ -30,7 +30,7 @@ def beside(engine, work):
     engine.submit([stream.job])
     while not stream.tokens:
         threading.Event().wait(0.001)
-    made = asyncio.run(Slices(engine).run(work(stream)))
+    made = asyncio.run(Background(engine).run(work(stream)))
     engine.cancel([stream.job])
     return made, stream
 
@@ -60,14 +60,14 @@ def test_work_that_is_given_up_ends(running):
             ended.set()
 
     async def leave():
-        slices = Slices(running)
-        task = asyncio.create_task(slices.run(work))
+        background = Background(running)
+        task = asyncio.create_task(background.run(work))
         while len(done) < 3:
             await asyncio.sleep(0.001)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert await slices.run(lambda breathe: 7) == 7, "and the next is done"
+        assert await background.run(lambda breathe: 7) == 7, "and the next is done"
 
     asyncio.run(leave())
     assert ended.wait(10)
@@ -75,7 +75,7 @@ def test_work_that_is_given_up_ends(running):
 
 def test_errors_and_the_engines_end_are_told(running):
     with pytest.raises(ZeroDivisionError):
-        asyncio.run(Slices(running).run(lambda breathe: 1 / 0))
+        asyncio.run(Background(running).run(lambda breathe: 1 / 0))
 
     def closing(breathe):
         running.close()
@@ -83,7 +83,7 @@ def test_errors_and_the_engines_end_are_told(running):
             breathe()
 
     with pytest.raises(RequestError, match="shutting down"):
-        asyncio.run(Slices(running).run(closing))
+        asyncio.run(Background(running).run(closing))
 
 
 @pytest.mark.parametrize("fields", [{}, {"recurrence": "ponder2", "mixer": "none"}])
