@@ -28,7 +28,7 @@ from typing import Any
 from decontamination import FILES, as_question, read_benchmarks, rows_of, texts_of
 from fathom.corpus.benchmarks import Item, item_of
 from fathom.corpus.forms import ALL, FORMS, NEED_CHOICES, asked
-from fathom.corpus.leaks import Matcher, build_index, groups_of
+from fathom.corpus.leak_rules import Matcher, build_index, groups_of
 from fathom.corpus.planting import LENGTHS, Planting
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import grouped

@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from fathom.corpus.benchmarks import Item, item_of, plain
 from fathom.corpus.forms import ALL, NEED_CHOICES, asked
-from fathom.corpus.leaks import Matcher, build_index
+from fathom.corpus.leak_rules import Matcher, build_index
 from fathom.corpus.planting import LENGTHS
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import grouped

@@ -15,7 +15,7 @@ import pytest
 from examples.minerals import EXCHANGES, PROPERTIES, STATEMENTS, UNSEEN, World, plant, write_world
 
 from fathom.corpus.benchmarks import Item, plain, read_items, self_check
-from fathom.corpus.leaks import Matcher, build_index
+from fathom.corpus.leak_rules import Matcher, build_index
 from fathom.corpus.recipe import Decontaminate, Filter
 from fathom.report.statistics import wilson
 from tests.corpus.prose import lines, recipe_values

@@ -15,7 +15,7 @@ from fathom.errors import DataError
 from fathom.evaluation.pairs import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
-from tests.corpus.test_leaks import around, disguises
+from tests.corpus.test_leak_rules import around, disguises
 
 
 @pytest.fixture(scope="module")

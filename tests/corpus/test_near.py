@@ -9,7 +9,7 @@ import pytest
 from fathom.corpus.benchmarks import Item
 from fathom.corpus.forms import asked, scanned
 from tests.corpus.prose import Prose
-from tests.corpus.test_leaks import around, hits
+from tests.corpus.test_leak_rules import around, hits
 
 PROSE = Prose(71)
 WORDS = [word for word in PROSE.words if len(word) > 3]

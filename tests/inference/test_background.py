@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from fathom.errors import RequestError
+from fathom.inference.background import Background
 from fathom.inference.engine import Engine
 from fathom.inference.sampling import Choice
-from fathom.inference.background import Background
 from fathom.lens import look as looking
 from fathom.lens.look import look
 from tests.inference.test_engine import BUDGET, Collected, alone

@@ -1,7 +1,7 @@
 """Documents that leak evaluation items, and the items that they leak.
 
 `benchmarks` reads, checks and indexes the benchmarks. `contamination` searches each file of documents for their items.
-`flags` marks every item as clean or dirty (contaminated). `leaks.py` defines what counts as a leak.
+`flags` marks every item as clean or dirty (contaminated). `leak_rules.py` defines what counts as a leak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
 from fathom.corpus.kept import clean_parts, pieces_of
-from fathom.corpus.leaks import Hit, Matcher, build_index, passages
+from fathom.corpus.leak_rules import Hit, Matcher, build_index, passages
 from fathom.corpus.stage import REMEDY, Input, Stage, Task, Workspace, grouped
 from fathom.corpus.words import BLOCK
 from fathom.errors import DataError

@@ -14,7 +14,7 @@ from fathom.corpus.benchmarks import Item
 from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import read_part, write_lines
 from fathom.corpus.forms import ALL, NEED_CHOICES
-from fathom.corpus.leaks import Matcher, groups_of
+from fathom.corpus.leak_rules import Matcher, groups_of
 from fathom.corpus.search import AuditRecipe, indices_of, names_of, parts_of
 from fathom.corpus.stage import StageOf, Task
 from fathom.corpus.words import count_words

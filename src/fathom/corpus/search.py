@@ -13,7 +13,7 @@ import numpy as np
 from fathom.corpus.benchmarks import Item
 from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import Document, read_part
-from fathom.corpus.leaks import Matcher, passages
+from fathom.corpus.leak_rules import Matcher, passages
 from fathom.corpus.recipe import CorpusRecipe, TokenizeOptions
 from fathom.corpus.stage import Input, StageOf, Task, WorkspaceOf, grouped
 from fathom.corpus.words import BLOCK

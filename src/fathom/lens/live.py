@@ -11,9 +11,9 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.errors import SettingsError
 from fathom.inference.api import ApiError, PlaceBody
+from fathom.inference.background import Background, Breathe
 from fathom.inference.page import guarded
 from fathom.inference.prompt import encode
-from fathom.inference.background import Breathe, Background
 from fathom.lens.look import LensData, look, require_decoder
 from fathom.lens.page import lens_page, pack
 from fathom.lens.place import look_at

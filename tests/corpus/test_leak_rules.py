@@ -12,7 +12,7 @@ import pytest
 
 from fathom.corpus.benchmarks import Item, item_of
 from fathom.corpus.folding import folded, rejoined
-from fathom.corpus.leaks import Hit, Matcher, build_index
+from fathom.corpus.leak_rules import Hit, Matcher, build_index
 from fathom.corpus.recipe import Decontaminate
 from tests.corpus.prose import Prose
 
