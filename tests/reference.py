@@ -15,7 +15,7 @@ from fathom.cli.main import COMMANDS, module_of
 from fathom.cli.parser import Parser
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.experiments.catalogue import mechanism_rows
-from fathom.experiments.rules import Rules
+from fathom.experiments.ladder_rules import Rules
 from fathom.models.registry import ALL
 from fathom.recipe import describe as recipe_keys
 from fathom.recipe import load_recipe

@@ -10,7 +10,7 @@ from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.errors import SettingsError
-from fathom.experiments.rules import Rules, ladders_folder
+from fathom.experiments.ladder_rules import Rules, ladders_folder
 from fathom.recipe import describe as recipe_keys
 from fathom.report.files import require_directory
 from fathom.settings import describe

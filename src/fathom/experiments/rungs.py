@@ -18,8 +18,8 @@ from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops
+from fathom.experiments.ladder_rules import Rules, ladders_folder
 from fathom.experiments.plan import Plan, check, plan_file
-from fathom.experiments.rules import Rules, ladders_folder
 from fathom.experiments.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters

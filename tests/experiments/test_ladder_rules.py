@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from fathom.cli.main import main
-from fathom.experiments.rules import Rules, ladders_folder
+from fathom.experiments.ladder_rules import Rules, ladders_folder
 
 
 def test_every_key_and_every_ladder_that_comes_with_fathom_is_listed(capsys) -> None:
