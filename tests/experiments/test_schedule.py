@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import pytest
 
-from fathom.experiments.claims import Claim
 from fathom.experiments.schedule import Task, work_off
+from fathom.experiments.task_claims import Claim
 
 
 @dataclass(frozen=True)

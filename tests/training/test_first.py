@@ -122,7 +122,7 @@ def test_a_comparison_counts_what_forgets_as_diverged(
 ) -> None:
     """Else the worker would end, and the same command would meet the same run again."""
     from fathom.experiments import schedule
-    from fathom.experiments.claims import Claims
+    from fathom.experiments.task_claims import Claims
 
     def forgets(*arguments: object, **given: object) -> None:
         raise TrainingError("step 3: the loss went from 2.0 to 5.0", 3)

@@ -18,7 +18,6 @@ from pathlib import Path
 from fathom.checkpoints.layout import PLAN, REPORT
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
-from fathom.experiments.claims import Claim
 from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import plan_changed, summarize
@@ -33,6 +32,7 @@ from fathom.experiments.schedule import (
     tidy,
     work_off,
 )
+from fathom.experiments.task_claims import Claim
 from fathom.experiments.team import ALONE, Team
 from fathom.recipe import Recipe, load_recipe
 from fathom.report import html

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import ARMS, LADDER, REPORT, RESULT
 from fathom.errors import SettingsError
-from fathom.experiments.claims import Claim
 from fathom.experiments.compare import rewrite_report
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
@@ -27,6 +26,7 @@ from fathom.experiments.plan import check_machine
 from fathom.experiments.rungs import RUNGS, Ladder
 from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, script, work_off
 from fathom.experiments.stages import STAGES, State
+from fathom.experiments.task_claims import Claim
 from fathom.experiments.team import ALONE, Team
 from fathom.report.provenance import Provenance, provenance, recorded
 

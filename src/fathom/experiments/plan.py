@@ -11,10 +11,10 @@ from fathom.checkpoints.layout import ARMS, MEASURED, PLAN, RECIPE
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
-from fathom.experiments.claims import Claim
 from fathom.experiments.compare_results import Measured, Measurement
 from fathom.experiments.contrasts import Contrast, parse_contrasts
 from fathom.experiments.schedule import Task, one_thread
+from fathom.experiments.task_claims import Claim
 from fathom.experiments.timing import measure
 from fathom.recipe import Recipe, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json, write_json

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fathom.errors import TrainingError
-from fathom.experiments.claims import Claims
+from fathom.experiments.task_claims import Claims
 
 _context = multiprocessing.get_context("fork")
 
