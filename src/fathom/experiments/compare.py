@@ -3,7 +3,7 @@
     out/plan.json               what is compared: recipe, arms, seeds
     out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot resume
     out/measured/ARM.json       step time, memory and cache of the arm and the control
-    out/claims/                 which process works on what, see claims.py
+    out/claims/                 which process works on what, see task_claims.py
     out/report.json, .html      written from the above alone
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);

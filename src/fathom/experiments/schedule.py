@@ -1,6 +1,6 @@
 """One scheduler for all experiments: tasks are claimed, run and reported, by any number of processes and machines. A
 task is a training run or a measurement; the next tasks are a function of the directory. Claims are in `claims/` of the
-task's directory (claims.py), so that a ladder and a comparison see the same claims.
+task's directory (task_claims.py), so that a ladder and a comparison see the same claims.
 """
 
 from __future__ import annotations
