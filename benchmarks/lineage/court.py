@@ -315,8 +315,9 @@ class Court:
         yield Case("real: same seed", SEED, first, again, ("stranger 1", "stranger 1"))
 
     def of_zoo(self) -> Iterator[Case]:
-        """The zoo: what was made from its bases, and its bases among each other."""
-        everyone = [m for m in zoo_members.members(zoo_members.SIZES["tiny"])]
+        """The zoo, as far as it was made: what comes from its bases, and its bases among each other."""
+        made = self.zoo / "models"  # type: ignore[operator]
+        everyone = [m for m in zoo_members.members(zoo_members.SIZES["tiny"]) if (made / m.name).exists()]
         bases = [m for m in everyone if m.claim == zoo_members.BASE]
         names = {m.name: self.plain(m.name) for m in everyone}
 
@@ -324,7 +325,7 @@ class Court:
             return tuple(names[m.name] for m in bases if m.name not in roots and m.shape == "standard")[:2]
 
         for m in everyone:
-            if m.claim in (zoo_members.DERIVED, zoo_members.SEED):
+            if m.claim in (zoo_members.DERIVED, zoo_members.SEED) and m.roots[0] in names:
                 truth = RELATED if m.claim == zoo_members.DERIVED else SEED
                 root = m.roots[0]
                 yield Case(f"zoo: {m.kind}", truth, names[root], names[m.name], (root, root), controls(*m.roots))
@@ -523,7 +524,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Hear all cases."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--directory", type=Path, required=True, help="where children, disguises and the log go")
-    parser.add_argument("--zoo", type=Path, help="what zoo.py made")
+    parser.add_argument("--zoo", type=Path, help="what zoo.py made, whole or in part")
     parser.add_argument("--strangers", type=Path, help="what strangers.py made")
     parser.add_argument("--bystanders", type=Path, help="what bystanders.py made")
     parser.add_argument("--seconds", type=float, default=1e9, help="of processor time, after which this run ends")
