@@ -106,6 +106,23 @@ def test_nobody_knows_beforehand_which_layers_of_a_large_model_are_looked_at(mod
     assert len({tuple(comparison._drawn(layers, base, base, Options(nonce=n))) for n in range(9)}) > 5
 
 
+@pytest.mark.parametrize("bias", [-1e4, 0.0])
+def test_neurons_that_never_fire_change_no_map(models, tmp_path, bias):
+    """Without the bias they fire, and the function is another one."""
+
+    def more(tensors):
+        for layer in range(3):
+            gate, up, down = (f"model.layers.{layer}.mlp.{role}_proj" for role in ("gate", "up", "down"))
+            for name, axis in ((gate, 0), (up, 0), (down, 1)):
+                tensors[f"{name}.weight"] = torch.cat([tensors[f"{name}.weight"]] * 2, axis)
+                tensors[f"{name}.bias"] = torch.zeros(len(tensors[f"{name}.weight"]), dtype=torch.float64)
+            tensors[f"{gate}.bias"][160:] = bias
+
+    copy = edited(models(seed=90), tmp_path / "copy", more, mlp_bias=True, intermediate_size=320)
+    one, other = (blind.layer_map(open_weights(w), blind.FEED_FORWARD, 1) for w in (models(seed=90), copy))
+    assert np.allclose(one, other, rtol=1e-3, atol=1e-6) == (bias < 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_strangers_stay_strangers_without_a_tokenizer(models, kind):

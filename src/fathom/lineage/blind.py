@@ -11,7 +11,7 @@ anything is computed: nothing is ever in them, so they can be read in any way. F
 eigenvectors of Σ (C Cᵀ + φ Cᵀ C + ½(C + Cᵀ)). Signs come from the products in those bases, and the rotation R between
 the bases is then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neurons are paired only in layers that this fit
 never saw, by gate and by up apart. R is known up to its sign, so both are tried. If nothing is found, R is fitted to VO
-alone, of all layers: FF holds for Gaussian input, and a copy can have neurons that never fire for any other.
+alone, of all layers, and to FF alone: FF holds for Gaussian input, and a copy can have neurons that fire for no other.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy import special
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, values
@@ -71,17 +72,23 @@ def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
     return sorted(rest[at] for at in draw.permutation(len(rest))[:FIT]), sorted(held)
 
 
-def of_attention(maps: Maps, nonce: int) -> Maps:
-    """A fit by attention alone, whose maps are linear: no neuron that never fires can change them."""
-    rest = [one for one in maps if one[0] == ATTENTION]
-    return sorted(rest[at] for at in np.random.default_rng(nonce).permutation(len(rest))[:FIT])
+def fits(maps: Maps, fit: Maps, nonce: int) -> list[Maps]:
+    """What to fit in turn: maps of both kinds, those of attention in all layers, and those of feed-forward.
+
+    Attention's are linear, so neurons that never fire do not change them. Where every text begins with one token, heads
+    that see nothing else can; then the third is left.
+    """
+    attention = [one for one in maps if one[0] == ATTENTION]
+    drawn = np.random.default_rng(nonce).permutation(len(attention))[:FIT]
+    found = [fit, sorted(attention[at] for at in drawn), [one for one in fit if one[0] == FEED_FORWARD]]
+    return [some for some in found if some]
 
 
 def windows(maps: Maps, held: Pairs, a: Weights, b: Weights) -> list[Pairs]:
-    """Pairs of layers for the test that need no map of feed-forward layers, in groups with at most one that is right.
+    """Pairs of layers for the test, in groups of which at most one is right.
 
-    Where the depths differ, a layer of the shallower model may correspond to all layers of the other one between the
-    partners of its attention and of the next one's.
+    Where the depths differ, feed-forward maps may mislead. Then a layer of the shallower model may correspond to any of
+    the other's layers between the partners of its attention and of the next one's.
     """
     if a.geometry.layers == b.geometry.layers:
         return [[pair] for pair in held]
@@ -89,11 +96,12 @@ def windows(maps: Maps, held: Pairs, a: Weights, b: Weights) -> list[Pairs]:
     deep = (b, a)[short]
     partners = {one[1 + short]: one[2 - short] for one in maps if one[0] == ATTENTION}
     out = []
-    for at in {pair[short] for pair in held}:
+    for pair in held:
+        at, own = pair[short], pair[1 - short]
         first = max((j for i, j in partners.items() if i <= at), default=0)
         last = min((j for i, j in partners.items() if i > at), default=deep.geometry.layers)
-        some = [j for j in usable(deep, FEED_FORWARD) if first <= j <= last]
-        out += [[(j, at) if short else (at, j) for j in some]] if some else []
+        some = {own, *(j for j in usable(deep, FEED_FORWARD) if first <= j <= last)}
+        out.append([(j, at) if short else (at, j) for j in sorted(some)])
     return out
 
 
@@ -124,10 +132,11 @@ def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) 
     """By layer: (tr Cᵏ)^(1/k), which no rotation changes. Layers that write nothing are left out."""
     some = awm.chosen_layers(len(layers), FIT // 2)
     span = _written([layer_map(weights, FEED_FORWARD, layers[at]) for at in some])
+    faint = None if span is None else _faint(weights, span)
     sizes, out = {}, {}
     for i in layers:
         progress(f"layers without a tokenizer: layer {i + 1} of {weights.name}")
-        found = layer_map(weights, kind, i, span)
+        found = layer_map(weights, kind, i, span, faint)
         one, sizes[i] = _unit(found), float(np.linalg.norm(found))
         twice = one @ one
         traces = np.trace(one), np.trace(twice), np.vdot(one.T, twice), np.vdot(twice.T, twice)
@@ -149,10 +158,10 @@ def _unit(found: Array) -> Array:
     return found / max(float(np.linalg.norm(found)), canonical.TINY)
 
 
-def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None) -> Array:
-    """VO or FF of one layer, [d, d], or [K, K] in the directions of a span [d, K]."""
+def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None, faint: Array | None = None) -> Array:
+    """VO or FF of one layer, [d, d], or [K, K] in the directions of a span [d, K] outside of which `faint` is read."""
     if kind == FEED_FORWARD:
-        return _feed_forward(weights, index, span)
+        return _feed_forward(weights, index, span, faint)
     g = weights.geometry
     layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
     read, write = awm.bounded(layer["v"]), canonical.by_kv_head(awm.bounded(layer["o"]), g)
@@ -162,26 +171,30 @@ def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None
     return out.astype(np.float32)
 
 
-def _feed_forward(weights: Weights, index: int, span: Array | None) -> Array:
+def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array | None) -> Array:
     """The mean Jacobian, summed over the first experts."""
     g = weights.geometry
-    norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
+    roles = ("gate", "up", "down") if g.gated else ("up", "down")
+    bias = f"{roles[0]}_bias"
+    shared = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
+    if weights.experts(index) == 1 and weights.has(bias, index):
+        shared[bias] = weights.tensor(bias, index)
     size = g.width if span is None else span.shape[1]
     total = np.zeros((size, size), np.float32)
-    roles = ("gate", "up", "down") if g.gated else ("up", "down")
     for expert in range(min(weights.experts(index), EXPERTS)):
-        layer = canonical.fold(norms | {r: weights.tensor(r, index, None, expert) for r in roles}, g)
+        layer = canonical.fold(shared | {r: weights.tensor(r, index, None, expert) for r in roles}, g)
+        offset = layer.get(bias, 0) + (0 if faint is None else layer[roles[0]] @ faint)
         if span is not None:
             layer |= {r: layer[r] @ span for r in roles[:-1]} | {"down": span.T @ layer["down"]}
-        read = _mean_reader(layer["gate"], layer["up"]) if g.gated else awm.bounded(layer["up"])
+        read = _mean_reader(layer["gate"], layer["up"], offset) if g.gated else _mean_slope(layer["up"], offset)
         total += (awm.bounded(layer["down"]) @ read).astype(np.float32)
     return total
 
 
-def _mean_reader(gate: Array, up: Array) -> Array:
-    """a_j u_j + b_j (u_jᵀ g_j) g_j, [m, d]."""
+def _mean_reader(gate: Array, up: Array, offset: Array | int = 0) -> Array:
+    """a_j u_j + b_j (u_jᵀ g_j) g_j, [m, d], where something is added to the gates."""
     size = np.sqrt(np.einsum("ij,ij->i", gate, gate)).astype(np.float64)
-    x = np.clip(size, 0, 1e3)[:, None] * NODES  # [m, nodes]
+    x = np.clip(size, 0, 1e3)[:, None] * NODES + np.clip(np.reshape(offset, (-1, 1)), -1e3, 1e3)  # [m, nodes]
     s = 1 / (1 + np.exp(-np.clip(x, -500, 500)))
     chance = WEIGHTS_OF_NODES / WEIGHTS_OF_NODES.sum()
     mean = (x * s) @ chance
@@ -190,19 +203,26 @@ def _mean_reader(gate: Array, up: Array) -> Array:
     return up * mean[:, None].astype(up.dtype) + gate * along[:, None].astype(up.dtype)
 
 
+def _mean_slope(up: Array, offset: Array | int) -> Array:
+    """The same without a gate: half of each row, or less of a neuron that a bias keeps from firing."""
+    size = np.sqrt(1 + np.einsum("ij,ij->i", up, up))
+    return awm.bounded(up) * special.ndtr(offset / size)[:, None].astype(up.dtype)
+
+
 def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
     """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them."""
     key = f"blind {list(chosen)}"
     if key not in weights.memo:
         found = [layer_map(weights, *place) for place in chosen]
-        if (span := _written(found)) is not None:
-            found = [layer_map(weights, *place, span) for place in chosen]
+        span, outside = _written(found), None
+        if span is not None:
+            outside = _faint(weights, span)
+            found = [layer_map(weights, *place, span, outside) for place in chosen]
         found = [_unit(one) for one in found]
         total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
         size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
         vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:WIDEST]].astype(np.float32)
         own = np.stack([vectors.T @ c @ vectors for c in found])
-        outside = None if span is None else _faint(weights, span)
         weights.memo[key] = Basis(vectors if span is None else span @ vectors, own, outside)
     out: Basis = weights.memo[key]
     return out

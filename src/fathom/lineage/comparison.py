@@ -303,11 +303,8 @@ def _without_tokenizer(
     fit, held = blind.split(maps, options.drawn)
     if not fit or not held:
         return Blind(counts), {}, BLIND_NEEDS
-    seen = []
-    attention = blind.of_attention(maps, options.drawn)
-    for some, groups in ((fit, [[pair] for pair in held]), (attention, blind.windows(maps, held, a, b))):
-        if not some or not groups:
-            continue
+    groups, seen = blind.windows(maps, held, a, b), []
+    for some in blind.fits(maps, fit, options.drawn)[: None if options.most is None else 1]:  # of controls, the first
         progress("layers without a tokenizer")
         one, other = blind.frame(a, b, some)
         tries = _held_out(a, b, (one, other), groups, options)
