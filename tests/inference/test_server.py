@@ -1267,7 +1267,7 @@ def test_sigterm_ends_cleanly(served, process):
     assert process.wait(30) == 0
     assert heard["short"] == expected
     assert "shutting down" in str(heard["error"])
-    assert "Traceback" not in process.err
+    assert "Traceback" not in process.err and "stopping: running answers have" in process.err
 
 
 @pytest.mark.quick("None", "own4", "151645")

@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,9 @@ ORIGIN = re.compile(
     r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
 )
 
+PATIENCE = 2.0
+"""Seconds after which a model that is still being opened is named; what is refused is refused before."""
+
 
 class _Server(uvicorn.Server):
     """uvicorn that prints its address, ends with its engine, and ends generations that outlive the grace period."""
@@ -57,6 +61,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let running requests finish, up to the grace period."""
+        if self.server_state.tasks:
+            words = f"stopping: running answers have {self.grace:g} s, and a second Ctrl-C ends them at once"
+            print(f"fathom: {words}", file=sys.stderr, flush=True)
         late = asyncio.get_running_loop().call_later(self.grace, self.engine.close)
         await super().shutdown(sockets)
         late.cancel()
@@ -195,7 +202,12 @@ def _run(
     options: ServeOptions,
 ) -> None:
     """Open the model and serve it on the bound socket, to requests with these keys and host names."""
-    model, tokenizer = options.open(path)
+    waiting = threading.Timer(PATIENCE, print, [f"fathom: opening {path}"], {"file": sys.stderr, "flush": True})
+    waiting.start()
+    try:
+        model, tokenizer = options.open(path)
+    finally:
+        waiting.cancel()
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)
