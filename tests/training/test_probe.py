@@ -47,7 +47,10 @@ def test_a_probe_is_a_run_that_says_what_it_saw(recipe: Recipe, tmp_path: Path, 
     assert report["rates"] == [rate for rate in rates if rate is not None]
     assert report["rates"] == sorted(report["rates"]) and len(report["rates"]) == 24
     assert str(read_probe(tmp_path / "run")) == report["verdict"]
+    assert "Gradient norm" in (tmp_path / "run" / "report.html").read_text(), "of a diverged one too"
     said = run_page(read_run(tmp_path / "run"), Extras())
     assert report["verdict"][1:] in said and "Learning-rate probe" in said
+    (tmp_path / "run" / "result.json").unlink()
+    assert read_run(tmp_path / "run").verdict.splitlines()[1][1:-1] == report["verdict"][1:], "of an unfinished run"
     train(recipe.override("train.steps=2"), tmp_path / "plain")
     assert "Learning-rate probe" not in run_page(read_run(tmp_path / "plain"), Extras())

@@ -330,7 +330,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
 
 def warn_of_unread(directory: str | Path, names: Iterable[str], read: set[str]) -> None:
     """Say which weights are read where the directory has others, such as another format of the same model."""
-    kinds = (".safetensors", ".gguf", *PICKLES)
+    kinds = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
     unread = sorted(name for name in names if name.lower().endswith(kinds) and not _SKIPPED.match(name))
     if read and (unread := [name for name in unread if name not in read]):
         chosen = min(read) if len(read) == 1 else f"{min(read)} and the {len(read) - 1} other shards"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from fathom.checkpoints.find import finished_model
@@ -60,7 +61,11 @@ class RunFacts:
 
     @property
     def verdict(self) -> str:
-        """Where the run stands, in one sentence."""
+        """Where the run stands, in one sentence, and the result of a probe in another."""
+        return "\n".join([self._standing, *([] if self.probe is None else [self.probe.sentence])])
+
+    @property
+    def _standing(self) -> str:
         steps, tokens = self.recipe.train.steps, max((line["tokens"] for line in self.metrics), default=0)
         if self.result is None:
             return f"The run is unfinished: {self.step} of {steps} steps, {short(tokens)} tokens."
@@ -69,10 +74,9 @@ class RunFacts:
             f"Held-out loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte, perplexity "
             f"{score.perplexity:.2f}{score.how}."
         )  # fmt: skip
-        said = f"{self.cost.mechanism}, {short(self.cost.parameters)} parameters, {short(tokens)} tokens. {held}"
-        return said if self.probe is None else f"{said}\n{str(self.probe)[0].upper()}{str(self.probe)[1:]}."
+        return f"{self.cost.mechanism}, {short(self.cost.parameters)} parameters, {short(tokens)} tokens. {held}"
 
-    @property
+    @cached_property
     def probe(self) -> Probe | None:
         """The result of a learning-rate probe, if the run is one and has enough steps."""
         try:

@@ -28,7 +28,7 @@ def page(title: str, verdict: str, *blocks: str) -> str:
 def clauses(verdict: str, names: Iterable[str]) -> str:
     """A long verdict with each clause on a line of its own; one that begins with a name has no capital letter."""
     lines = [line.rstrip(".") for line in verdict.replace(". ", "; ").split("; ")]
-    kept = tuple(names)
+    kept = tuple(f"{name}{after}" for name in names for after in (" ", "'"))
     return "\n".join(f"{line if line.startswith(kept) else line[:1].upper() + line[1:]}." for line in lines)
 
 

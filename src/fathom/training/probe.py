@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fathom.recipe import Recipe
-from fathom.report import REPORT, html
-from fathom.report.files import write_json
+from fathom.report import html
 from fathom.report.plots import Line
-from fathom.report.provenance import provenance
+from fathom.report.provenance import Provenance, provenance
 from fathom.training.hooks import Hook, ObservedRun
 from fathom.training.tracking import read_metrics
 
@@ -49,6 +48,11 @@ class Probe:
         self.loss = self.rates[self.losses.index(min(self.losses))]
         self.gradient = self.rates[self.gradients.index(min(self.gradients))]
         self.steps = len(self.rates)
+
+    @property
+    def sentence(self) -> str:
+        """The result as a sentence."""
+        return f"{str(self)[0].upper()}{str(self)[1:]}."
 
     def __str__(self) -> str:
         """The result as text."""
@@ -94,7 +98,14 @@ class ProbeReport(Hook):
         except (OSError, ValueError):
             return  # it ended too early, which the run reports
         run.say(str(found))
-        write_json(run.run_dir / REPORT, {**vars(provenance()), "verdict": str(found), **vars(found)})
+        source = provenance()
+        html.write(run.run_dir, {**vars(source), "verdict": str(found), **vars(found)}, page(found, source))
+
+
+def page(found: Probe, source: Provenance) -> str:
+    """The page of a probe that may have diverged; a finished run's page, which shows the same figures, replaces it."""
+    where = html.section("Where it comes from", html.source(source))
+    return html.page("Learning-rate probe", found.sentence, *figures(found), where)
 
 
 def figures(found: Probe) -> list[str]:
