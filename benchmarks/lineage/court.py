@@ -540,6 +540,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(words)
     torch.set_num_threads(1)
+    code = commit()  # of what is loaded now
     options.directory.mkdir(parents=True, exist_ok=True)
     real = court_real.Real(options.real, options.text, options.directory / "real") if options.real else None
     if options.kit:
@@ -571,7 +572,7 @@ def main(words: Sequence[str] | None = None) -> int:
     body = {
         "command": "python benchmarks/lineage/court.py " + " ".join(words or sys.argv[1:]),
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": code,
         "hardware": f"{platform.machine()}, {os.cpu_count()} cores, shared",
         "uninterrupted": not resumed,
         "cases": len(cases),

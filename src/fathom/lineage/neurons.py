@@ -9,8 +9,9 @@ A neuron reads by its gate (without a gate, by its up row) and writes by its col
     blind    a rotation that was found from other layers, which needs neither embedding nor tokenizer
 
 Two neurons are a pair if each is the other's nearest, both by inputs and by outputs; in the blind frame, by gate and
-by up. Shared training data makes some such pairs between unrelated models, so the test's rate is a share of the
-neurons, not one. Every frame survives neuron permutations and scales; all but the first survive rotations.
+by up. Ties count on one side. Shared training data makes some such pairs between unrelated models, so the test's rate
+is a share of the neurons, not one. Every frame survives neuron permutations and scales; all but the first survive
+rotations.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ EXPERTS, MANY = 8, 16384  # so many experts of a layer are read, or as many as h
 CLOSE = 1e-5
 DEAD = 1e-6  # neurons that cancel leave less than this share of the largest of them
 FAR = 8.0  # what is added to a gate counts as at most so many times its size
-TIE = 1e-4  # neurons as near as the nearest, within rounding: a copy may hold others with the same gate
 REPEATED = 0.3  # median |cosine| of gates and up rows from which these are one witness
 TOGETHER = 256  # groups of neurons whose sums are taken at once
 KEY = 1e-3  # keys of duplicates differ by rounding only
@@ -300,7 +300,8 @@ def _repeats(found: Neurons) -> bool:
 def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
     """The number of items that are each other's nearest on both sides, of how many, and their similarity.
 
-    The similarity is the median cosine of paired items, on the side where it is higher: 1 for unchanged weights.
+    On one side they may be as near as the nearest, within rounding: a copy may hold others with the same gate. The
+    similarity is the median cosine of paired items, on the side where it is higher: 1 for unchanged weights.
 
     Args:
         sides: Two tables of either model, [m, F], and whether the sign of a row counts.
@@ -313,13 +314,17 @@ def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
         return 0, 0, 0.0
     count = min(few, SAMPLE)
     sample = np.sort(np.random.default_rng(seed).choice(few, count, replace=False))
-    paired = np.ones((count, len(sides[0][1])), bool)
+    shape = count, len(sides[0][1])
+    near, nearest = np.ones(shape, bool), np.zeros(shape, bool)
     for one, other, signed in sides:
         likeness = one[sample] @ other.T  # [sample, large]
         if not signed:
             np.abs(likeness, out=likeness)
-        paired &= likeness >= likeness.max(1, keepdims=True) - TIE
-        paired &= likeness >= likeness.max(0) - TIE
+        first, back = likeness.argmax(1), likeness.argmax(0)
+        mutual = np.flatnonzero(back[first] == np.arange(count))
+        nearest[mutual, first[mutual]] = True
+        near &= (likeness >= likeness.max(1, keepdims=True) - CLOSE) & (likeness >= likeness.max(0) - CLOSE)
+    paired = near & nearest
     found = np.flatnonzero(paired.any(1))
     if not len(found):
         return 0, count, 0.0
