@@ -277,7 +277,7 @@ def test_numbers_keep_their_units_and_names_break_after_underscores(full: Compar
     assert ">uniform_<wbr>depth</th>" in shown
     assert glued("a − b, 95 % of 3 ± 1") == "a − b, 95\u00a0% of 3\u00a0±\u00a01"
     assert parted("<_x:y") == "&lt;_<wbr>x:<wbr>y" and parted(Markup("<a>_x</a>")) == "<a>_x</a>"
-    assert (number("-1.5 x-2"), number("<-1")) == ("−1.5 x-2", "&lt;-1"), "the sign of a number alone"
+    assert number("-1.5 [-2, -.5] 3-4 1e-6 a-7 --8") == "−1.5 [−2, -.5] 3-4 1e-6 a-7 --8", "signs of numbers alone"
     assert prose("see `a <b>` - x") == "see <code>a &lt;b&gt;</code> - x"
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 from fathom.checkpoints.find import finished_model
@@ -68,7 +69,10 @@ class RunFacts:
     def _standing(self) -> str:
         steps, tokens = self.recipe.train.steps, max((line["tokens"] for line in self.metrics), default=0)
         if self.result is None:
-            return f"The run is unfinished: {self.step} of {steps} steps, {short(tokens)} tokens."
+            skipped = list(takewhile(bool, (line["skipped"] for line in self.metrics[::-1] if "skipped" in line)))
+            lost = f" The last {len(skipped)} were skipped: their loss was not finite, or their gradient too large."
+            said = f"The run is unfinished: {self.step} of {steps} steps, {short(tokens)} tokens."
+            return said + (lost if skipped else "")
         score = self.result.evaluation
         held = "The corpus has no held-out split." if score is None else (
             f"Held-out loss {score.loss:.4f} nats per token, {score.bits_per_byte:.4f} bits per byte, perplexity "
@@ -213,7 +217,7 @@ def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
             x, y = zip(*held, strict=True)
             lines.append(Line(f"{name}, held out", x, y, series, dashed=True))
     title, axis = CURVES[key]
-    caption = "Dots mark the loss of held-out text." if key == "loss" else ""
+    caption = "Dots mark the loss of held-out text." if any(line.dashed for line in lines) else ""
     return html.plot(title, lines, ("step", axis), f"{axis} by step", caption) if lines else ""
 
 

@@ -44,8 +44,8 @@ def parted(name: object) -> Markup:
 
 
 def number(cell: object) -> Markup:
-    """A cell of a table, with the minus sign of its number."""
-    return Markup(re.sub(r"^-(?=\d)", "−", str(escape(cell))))
+    """A cell of a table, with the minus signs of its numbers; the dash of a range stays."""
+    return Markup(re.sub(r"(?<![\w.-])-(?=\d)", "−", str(escape(cell))))
 
 
 ENVIRONMENT.filters |= {"glued": glued, "prose": prose, "parted": parted, "number": number}
