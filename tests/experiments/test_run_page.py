@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,10 @@ def test_a_prompt_is_continued_and_seen_through_the_lens(runs: Path) -> None:
 
 
 def test_a_stopped_run_and_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert "unfinished: 6 of 6" in run_page(read_run(runs / "stopped"), Extras())
+    stopped = read_run(runs / "stopped")
+    assert "unfinished: 6 of 6" in run_page(stopped, Extras()) and "skipped" not in stopped.verdict
+    lost = [{**stopped.metrics[0], "skipped": 1.0}] * 2
+    assert "The last 2 were skipped" in replace(stopped, metrics=[*stopped.metrics, *lost]).verdict
     for words in (["report", str(runs / "stopped"), "--prompt", "x"], ["report", str(tmp_path)], ["report", "nowhere"]):
         assert main(words) == 2
     assert main(["report", str(runs), "--against", str(runs / "a")]) == 2

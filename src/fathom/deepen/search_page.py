@@ -93,7 +93,7 @@ def _words(gap: Difference | None) -> str:
 def curves(asked: Search, ranked: Sequence[Ranked]) -> list[Line]:
     """The loss by first layer, one curve for each number of layers, at the best damping."""
     damping = ranked[0].candidate.damping
-    lines = []
+    lines: list[Line] = []
     for size in range(asked.sizes[0], asked.sizes[1] + 1):
         rows = [row for row in ranked if row.candidate.damping == damping and _size(row) == size]
         rows.sort(key=lambda row: row.candidate.first)
