@@ -22,6 +22,9 @@ STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """Student's t at 0.975 by degrees of freedom."""
 POWER = {1: 1.376, 2: 1.061, 3: 0.978, 4: 0.941}
 """Student's t at 0.8."""
+TUNING = 10_000
+"""The first of the two seeds that choose rates."""
+ARMS = ["D once", "D loop", "M once", "M loop 8", "M loop 12"]
 CONTRASTS = {
     "(M loop 8 − M once) − (D loop − D once)": {"M loop 8": 1, "M once": -1, "D loop": -1, "D once": 1},
     "M loop 12 − M once": {"M loop 12": 1, "M once": -1},
@@ -67,20 +70,24 @@ def paired(differences: np.ndarray) -> str:
 
 
 def looped_experts() -> Iterator[str]:
-    """Each run, and the registered contrasts of those seeds that all their arms have."""
-    runs = [row for row in lines("looped-experts") if row["step"] == "train"]
-    for row in runs:
-        loss = np.mean(list(row["losses"].values()))
-        yield f"| {row['size']} | {row['arm']} | {row['rate']:.4g} | {row['seed']} | {loss:.4f} |"
-    for size in dict.fromkeys(row["size"] for row in runs):
-        loss = {
-            (row["arm"], row["seed"]): float(np.mean(list(row["losses"].values())))
-            for row in runs
-            if row["size"] == size and row["seed"] < 10_000
-        }
+    """The tuning, each run, and the registered contrasts of those seeds that all their arms have."""
+    loss = {
+        (row["size"], row["arm"], row["rate"], row["seed"]): float(np.mean(list(row["losses"].values())))
+        for row in lines("looped-experts")
+        if row["step"] == "train"
+    }
+    tried = sorted({key[:3] for key in loss if key[3] >= TUNING}, key=lambda key: (ARMS.index(key[1]), key[2]))
+    for key in tried:
+        found = [loss[(*key, seed)] for seed in (TUNING, TUNING + 1) if (*key, seed) in loss]
+        yield f"| {key[1]} | {key[2]:g} | {' | '.join(f'{one:.4f}' for one in [*found, np.mean(found)])} |"
+    runs = {(size, arm, seed): one for (size, arm, _, seed), one in loss.items() if seed < TUNING}
+    for size, seed in dict.fromkeys((size, seed) for size, _, seed in sorted(runs)):
+        cells = (f"{runs[size, arm, seed]:.4f}" if (size, arm, seed) in runs else "–" for arm in ARMS)
+        yield f"| {size} | {seed} | {' | '.join(cells)} |"
+    for size in dict.fromkeys(size for size, _, _ in sorted(runs)):
         for name, weights in CONTRASTS.items():
-            seeds = [s for s in range(5) if all((arm, s) in loss for arm in weights)]
-            values = np.array([sum(w * loss[arm, s] for arm, w in weights.items()) for s in seeds])
+            seeds = [s for s in range(5) if all((size, arm, s) in runs for arm in weights)]
+            values = np.array([sum(w * runs[size, arm, s] for arm, w in weights.items()) for s in seeds])
             if len(values) > 1:
                 error, free = values.std(ddof=1) / len(values) ** 0.5, len(values) - 1
                 half, seen = error * STUDENT[free], error * (STUDENT[free] + POWER[free])

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from benchmarks import recount
 
-ROOT = Path(__file__).parents[1]
-NOTE = ROOT / "docs" / "results" / "2026-11-29-retrofit.md"
+RESULTS = Path(__file__).parents[1] / "docs" / "results"
+SHAPES = ("| D once, D loop |", "| M once, M loop 8, M loop 12 |", "| size | seed |")
+"""Rows of a table that no log of losses holds, and a header with numbers."""
+NOTES = {
+    "2026-11-29-retrofit.md": recount.retrofit,
+    "2026-11-30-looped-experts.md": recount.looped_experts,
+}
 
 
-def test_the_tables_are_those_of_the_logs() -> None:
+@pytest.mark.parametrize("name", NOTES)
+def test_the_tables_are_those_of_the_logs(name: str) -> None:
     """By numpy alone, without Fathom's evaluation; a changed number, the control, is seen."""
-    rows = [*recount.retrofit(), *recount.looped_experts()]
-    page = NOTE.read_text(encoding="utf-8")
+    rows, page = list(NOTES[name]()), (RESULTS / name).read_text(encoding="utf-8")
     tables = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| |"))]
     assert rows and [row for row in rows if row not in tables] == []
-    numbered = [line for line in tables if any(letter.isdigit() for letter in line)]
+    numbered = [line for line in tables if any(letter.isdigit() for letter in line) and not line.startswith(SHAPES)]
     assert [line for line in numbered if line not in rows] == []
-    assert rows[0].replace("3.", "4.") not in tables
+    assert rows[0].replace(".", ".1", 1) not in tables
 
 
 def test_the_script_reads_logs_alone() -> None:
@@ -27,4 +33,4 @@ def test_the_script_reads_logs_alone() -> None:
 
 
 def test_an_unfinished_experiment_has_no_verdict() -> None:
-    assert "there is no verdict" in NOTE.read_text(encoding="utf-8")
+    assert "there is no verdict" in (RESULTS / "2026-11-29-retrofit.md").read_text(encoding="utf-8")
