@@ -319,7 +319,10 @@ def _twins(gate: Tensor, up: Tensor, down: Tensor, draw: Draw) -> Pieces:
 
 
 def faint_twins(copy: Copy, draw: Draw) -> None:
-    """Twins of each neuron that never fire, because of channels with a faint constant that no layer writes."""
+    """Twins of each neuron that never fire, because of channels with a faint constant that no layer writes.
+
+    Rows of the vocabulary that no text uses cancel the constant's mean.
+    """
     old = copy.config["hidden_size"]
     widen(copy, draw)
     table = copy.tensors[EMBED]
@@ -333,6 +336,10 @@ def faint_twins(copy: Copy, draw: Draw) -> None:
         return gates, ups, downs
 
     _neurons(copy, parts)
+    for name in (n for n in (EMBED, HEAD) if n in copy.tensors):
+        copy.tensors[name] = torch.cat([copy.tensors[name]] * 2)
+    copy.tensors[EMBED][len(table) :, old:] *= -1
+    copy.config["vocab_size"] = 2 * len(table)
 
 
 def mute_twins(copy: Copy, draw: Draw) -> None:

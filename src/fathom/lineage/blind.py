@@ -38,7 +38,6 @@ NODES, WEIGHTS_OF_NODES = np.polynomial.hermite_e.hermegauss(64)
 TURN = 1e-3  # two maps of layers that differ by less have the same invariants
 EXPERTS = 8  # most experts of a map
 DEAD = 1e-4  # a map that is so much smaller than the median one is none
-ROWS = 1024  # embedding rows that a mean input is taken from
 EMPTY = 1e-5  # share of the mean energy below which a direction is never written: rounding to bfloat16 leaves 1e-6
 Pairs = list[tuple[int, int]]
 ATTENTION, FEED_FORWARD = range(2)
@@ -52,7 +51,7 @@ class Basis:
 
     vectors: Array
     maps: Array
-    faint: Array | None = None  # [d], the mean input in the directions that no map writes
+    faint: Array | None = None  # [d, d - K], the input in the directions that no map writes
 
 
 def usable(weights: Weights, kind: int = ATTENTION) -> list[int]:
@@ -183,7 +182,7 @@ def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array
     total = np.zeros((size, size), np.float32)
     for expert in range(min(weights.experts(index), EXPERTS)):
         layer = canonical.fold(shared | {r: weights.tensor(r, index, None, expert) for r in roles}, g)
-        offset = layer.get(bias, 0) + (0 if faint is None else layer[roles[0]] @ faint)
+        offset = layer.get(bias, 0) - (0 if faint is None else np.linalg.norm(layer[roles[0]] @ faint, axis=1))
         if span is not None:
             layer |= {r: layer[r] @ span for r in roles[:-1]} | {"down": span.T @ layer["down"]}
         read = _mean_reader(layer["gate"], layer["up"], offset) if g.gated else _mean_slope(layer["up"], offset)
@@ -229,12 +228,17 @@ def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
 
 
 def _faint(weights: Weights, span: Array) -> Array:
-    """The mean of normed embedding rows outside of a span. A constant there, however faint, acts as a bias."""
-    rows = np.unique(np.linspace(0, weights.geometry.vocab - 1, ROWS).astype(int))
-    mean = awm.unit_rows(canonical.embedding(weights, rows)).mean(0, dtype=np.float64) * math.sqrt(len(span))
-    basis = np.linalg.qr(span.astype(np.float64))[0]
-    out: Array = mean - basis @ (basis.T @ mean)
-    return out
+    """The directions outside of a span, times the most that any normed embedding row has along them, [d, d - K].
+
+    Whoever reads as much there, however faint it is, need never fire. The most, because other rows of the vocabulary,
+    which no text uses, could cancel a mean.
+    """
+    outside = np.linalg.qr(span.astype(np.float64), mode="complete")[0][:, span.shape[1] :]
+    most = np.zeros(outside.shape[1])
+    for rows in awm.chunks(weights.geometry.vocab, awm.CHUNK_ROWS):
+        unit = awm.unit_rows(canonical.embedding(weights, rows)).astype(np.float64)
+        most = np.maximum(most, np.abs(unit @ outside).max(0))
+    return outside * (most * math.sqrt(len(span)))
 
 
 def rotation(a: Basis, b: Basis) -> Array:

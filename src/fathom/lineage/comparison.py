@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -328,13 +328,19 @@ def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
 def _held_out(
     a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], groups: list[blind.Pairs], options: Options
 ) -> tuple[list[NeuronCount], list[NeuronCount]]:
-    """Neurons paired in the blind frame, in the best pair of each group of layers; for either sign of its rotation."""
+    """Neurons paired in the blind frame, in the best pair of each group of layers; for either sign of its rotation.
+
+    What they read in directions that no layer writes may keep them from firing, or be nothing at all: both are tried.
+    """
     gated = a.geometry.gated and b.geometry.gated
+    frames = [frame]
+    if any(side.faint is not None for side in frame):
+        frames.append((replace(frame[0], faint=None), replace(frame[1], faint=None)))
     out: tuple[list[NeuronCount], list[NeuronCount]] = [], []
     for group in groups:
         tries: tuple[list[NeuronCount], list[NeuronCount]] = [], []
-        for i, j in group:
-            one, other = neurons.in_frame(a, i, frame[0]), neurons.in_frame(b, j, frame[1])
+        for (i, j), (left, right) in product(group, frames):
+            one, other = neurons.in_frame(a, i, left), neurons.in_frame(b, j, right)
             for some, side in zip(tries, (one, one.turned()), strict=True):
                 found = neurons.agreement(neurons.by_roles(side, other, gated), options.drawn)
                 some.append(NeuronCount((i, j), *found))

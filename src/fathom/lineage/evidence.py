@@ -196,7 +196,7 @@ def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[f
         controls: Shares of neurons that are paired in unrelated models.
     """
     share = share_of_strangers(frame, controls)
-    trials = len(counts) * (6 if frame == "blind" else 1)  # three fits, either sign of the rotation
+    trials = len(counts) * (12 if frame == "blind" else 1)  # three fits, two readings, either sign of the rotation
     best = min(counts, key=lambda count: neuron_p(frame, count, controls, trials))
     rate = max(POISSON_RATE, share * best.of)
     what, where = f"shared data pairs at most {share:.0%} of the neurons of unrelated models", FRAMES[frame]

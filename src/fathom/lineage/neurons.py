@@ -48,9 +48,7 @@ class Frame:
     basis: Array
     centred: bool = False
     picked: Array | None = None  # the channels that the basis uses unchanged
-    faint: Array | None = (
-        None  # [width]: the mean input in directions that the basis leaves out because no layer writes
-    )
+    faint: Array | None = None  # [width, n]: the input in directions that no layer writes and the basis leaves out
 
     @property
     def size(self) -> int:
@@ -165,7 +163,7 @@ def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple
             rows[role][block] = frame.of(folded[role])
             if role == roles[0]:
                 offset[block] = folded.get(f"{role}_bias", 0)
-                offset[block] += 0 if frame.faint is None else folded[role] @ frame.faint
+                offset[block] -= 0 if frame.faint is None else np.linalg.norm(folded[role] @ frame.faint, axis=1)
     write = _written(weights, index, frame, expert, norms.get("post_ffn_norm"))
     return rows[roles[0]], rows["up"], write, offset
 
