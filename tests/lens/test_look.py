@@ -574,11 +574,11 @@ def test_page_shows_the_trips_that_were_made(tokenizer, visit):
     data = look(model_of("duo, halting"), tokenizer, TEXT)
     browser = visit(data)
     head = browser.value("document.querySelector('#models').textContent")
-    assert f"{np.mean(data.trips):.2f} of 3 trips" in head
+    assert f"{np.mean(data.trips):.2f} of 3 iterations" in head
     for trips in set(data.trips):
         t = data.trips.index(trips)
         browser.hover(f"#t{t}")
-        assert f"It made {trips} of 3 trips." in browser.value("document.querySelector('#summary').textContent")
+        assert f"It made {trips} of 3 iterations." in browser.value("document.querySelector('#summary').textContent")
         assert len(shown(browser, "#view-0 [data-kind=layers]")) == 4 * trips
         assert len(shown(browser, "#view-0 [data-kind=trips]")) == trips
         assert len(shown(browser, "#view-0 .grid")) == 4 * trips
@@ -596,7 +596,7 @@ def test_loop_has_a_row_per_trip(tokenizer, visit):
     ends = [max(i for i, (_, trip) in enumerate(data.visits) if trip == k) for k in range(3)]
     for row, v in zip(shown(browser, "[data-kind=trips]"), ends, strict=True):
         assert row[0].startswith(white(data.vocabulary[data.predictions[v, 4, 0]]))
-    assert "3 trips" in browser.value("document.querySelector('#summary').textContent")
+    assert "3 iterations" in browser.value("document.querySelector('#summary').textContent")
 
 
 def selected(browser):

@@ -50,7 +50,7 @@ class Model {
   }
   get length() { return this.tokens.length; }
   short(visit) { const [layer, trip] = this.visits[visit]; return this.looped ? `${trip + 1}·${layer}` : `${layer}`; }
-  called(visit) { const [layer, trip] = this.visits[visit]; return this.looped ? `trip\u00a0${trip + 1}, layer\u00a0${layer}` : `layer\u00a0${layer}`; }
+  called(visit) { const [layer, trip] = this.visits[visit]; return this.looped ? `iteration\u00a0${trip + 1}, layer\u00a0${layer}` : `layer\u00a0${layer}`; }
   label(t) { return this.vocabulary[this.labels[t]]; }
   bits(t) { return this.surprisal[t] === NO_BITS ? NaN : this.surprisal[t] / BITS; }
   nextBits(visit, t) { const b = this.nextSurprisal[visit * this.length + t]; return b === NO_BITS ? NaN : b / BITS; }
@@ -148,7 +148,7 @@ function startingPoint() {
 
 function heading(model, i) {
   const known = model.measure("surprise").filter((b) => b >= 0), layers = new Set(model.visits.map(([layer]) => layer)).size;
-  const facts = [model.mechanism, `${layers} layers`, model.looped && (model.halts ? `${mean(model.trips).toFixed(2)} of ${model.ends.length} trips` : `${model.ends.length} trips`), `${size(model.parameters)} parameters`,
+  const facts = [model.mechanism, `${layers} layers`, model.looped && (model.halts ? `${mean(model.trips).toFixed(2)} of ${model.ends.length} iterations` : `${model.ends.length} iterations`), `${size(model.parameters)} parameters`,
     `${count(model.length)} tokens`, model.unshown, known.length && `${bits(mean(known))} bits per token`];
   return `<li>${badge(i)}<b>${escape(model.name)}</b> <span class="soft">${facts.filter(Boolean).map((f) => escape(String(f))).join(" · ")}</span></li>`;
 }
@@ -165,7 +165,7 @@ function measures() {
   const all = [["surprise", "Surprisal"]];
   if (models.some((m) => m.mixes && !m.fixed)) all.push(["borrowed", "Borrowed"]);
   all.push(["settled", "Settled"]);
-  if (models.some((m) => m.halts)) all.push(["trips", "Trips"]);
+  if (models.some((m) => m.halts)) all.push(["trips", "Iterations"]);
   return all;
 }
 
@@ -191,7 +191,7 @@ const UNITS = {
   surprise: (x) => (x ? `${x < 10 ? +x.toFixed(1) : x.toFixed(0)} bits` : "0"),
   borrowed: (x) => `${(100 * x).toFixed(0)}${THIN}%`,
   settled: (x) => models.reduce((a, b) => (b.visits.length > a.visits.length ? b : a)).called(Math.round(x)),
-  trips: (x) => `${x.toFixed(0)} trip${Math.round(x) === 1 ? "" : "s"}`,
+  trips: (x) => `${x.toFixed(0)} iteration${Math.round(x) === 1 ? "" : "s"}`,
 };
 
 /* Nearly the smallest and the largest: one outlier should not bleach the rest. */
@@ -256,8 +256,8 @@ function summary(model) {
     const right = best.entry === model.labels[at];
     parts.push(`<b>${bits(b)} bits</b> (${chance(b)}): ${right ? "it was the best guess." : `<b class="w">${spelled(model.vocabulary[best.entry])}</b> was expected, ${percent(best.p)}${THIN}%.`}`);
   }
-  if (model.mixes) parts.push(`<b>${percent(model.borrowed(at))}${THIN}%</b> of its values come from earlier layers${model.looped ? " and trips" : ""}.`);
-  if (model.looped) parts.push(`It made <b>${model.trips[at]}${model.halts ? ` of ${model.ends.length}` : ""} trips</b>.`);
+  if (model.mixes) parts.push(`<b>${percent(model.borrowed(at))}${THIN}%</b> of its values come from earlier layers${model.looped ? " and iterations" : ""}.`);
+  if (model.looped) parts.push(`It made <b>${model.trips[at]}${model.halts ? ` of ${model.ends.length}` : ""} iterations</b>.`);
   const settled = model.settled(at);
   parts.push(`The next guess settled ${settled === last ? "only at the end" : `at ${model.called(settled)}`}.`);
   return parts.join(" ");
@@ -268,7 +268,7 @@ const chance = (b) => { const p = 2 ** -b; return p >= 0.01 ? `${percent(p)}${TH
 function view(model, i) {
   const whose = models.length > 1 ? `<p class="whose">${badge(i)}<b>${escape(model.name)}</b></p>` : "";
   const titled = (title, table) => `<div class="line"><h3>What it would say next, after ${title}</h3></div>${table}`;
-  const trips = model.looped ? titled("each trip", says(model, model.ends.filter((v) => model.made(v, at)), (v) => `trip ${model.visits[v][1] + 1}`, "trips")) : "";
+  const trips = model.looped ? titled("each iteration", says(model, model.ends.filter((v) => model.made(v, at)), (v) => `${model.visits[v][1] + 1}`, "trips")) : "";
   const layers = titled("every layer", says(model, range(model.visits.length).filter((v) => model.made(v, at)), (v) => model.short(v), "layers"));
   // Side by side, what both models have comes first, so that it lines up.
   return whose + (models.length > 1 ? layers + trips + values(model, i) : values(model, i) + trips + layers);
@@ -299,7 +299,7 @@ function says(model, visits, name, kind) {
   };
   const heads = range(columns).map((k) => `<th scope="col" class="${k > 2 ? "rare" : ""}">${["1st", "2nd", "3rd", "4th", "5th"][k]}</th>`).join("");
   const follows = known ? `Bits: what <b class="w">${spelled(model.tokens[at + 1] || model.label(at + 1))}</b>, which came next, would cost.` : "The text ends here.";
-  const caption = kind === "layers" ? `<caption>${model.looped ? "Trip · layer. " : ""}Numbers in %. ${follows}</caption>` : "";
+  const caption = kind === "layers" ? `<caption>${model.looped ? "Iteration · layer. " : ""}Numbers in %. ${follows}</caption>` : "";
   return `<div class="wide"><table class="says cool" data-kind="${kind}">${caption}<thead><tr><th scope="col">${model.looped ? "" : "layer"}</th>${heads}<th scope="col" class="bits">bits</th></tr></thead><tbody>${visits.map(row).join("")}</tbody></table></div>`;
 }
 
@@ -327,7 +327,7 @@ function shares(model, kind, value, heads, extra, rows = range(model.visits.leng
     return `<tr${first ? ' class="trip"' : ""}><th scope="row"><span class="unseen">${model.called(i)}</span><span aria-hidden="true">${model.short(i)}</span></th>${cell(i, i, true)}${model.read.map((j) => cell(i, j, false)).join("")}${extra ? extra(i) : ""}</tr>`;
   };
   const columns = kind === "origins" ? "the layer that made the value" : "the layer whose value it read";
-  const from = `${model.looped ? "Trip · layer. " : ""}Columns: ${columns}. A row adds up to\u00a01.`;
+  const from = `${model.looped ? "Iteration · layer. " : ""}Columns: ${columns}. A row adds up to\u00a01.`;
   return `<div class="wide"><table class="grid cool" style="--n:${model.read.length + 1 + (extra ? 1 : 0)}" aria-label="${kind === "origins" ? "Whose values each layer stored" : "What each layer read"}"><thead><tr><th scope="col">${model.looped ? "" : "layer"}</th><th scope="col" class="own">own</th>${headers.join("")}${extra ? '<th scope="col" class="bar">entropy <small>bits</small></th>' : ""}</tr></thead><tbody>${rows.map(row).join("")}</tbody></table></div><p class="soft">${from}</p>`;
 }
 
