@@ -584,7 +584,8 @@ def main(words: Sequence[str] | None = None) -> int:
         ],
     }
     if options.out:
-        options.out.write_text(json.dumps(body, indent=1) + "\n")
+        head, lines = json.dumps({**body, "answers": []}, indent=1), map(json.dumps, body["answers"])
+        options.out.write_text(head.replace('"answers": []', '"answers": [\n  ' + ",\n  ".join(lines) + "\n ]") + "\n")
     print(table(found))
     return 0
 
