@@ -284,10 +284,12 @@ def test_an_arm_as_large_as_another(small: Recipe):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("model.experts=as-large-as-nobody", "an arm that has none"),
-        ("model.experts=as-large-as-loop", "an arm that has none"),
-        ("model.experts=as-large-as-vanilla;model.intermediate_size=as-large-as-vanilla", "one such key"),
-        ("model.rms_norm_eps=as-large-as-vanilla", "any whole number"),
+        ("model.experts=as-large-as-nobody", "as large as vanilla"),
+        ("model.experts=as-large-as-loop", "as large as vanilla"),
+        ("model.experts=as-large-as-vanilla;model.intermediate_size=as-large-as-vanilla", "one of model.experts and"),
+        ("train.steps=as-large-as-vanilla", "one of model.experts and"),
+        ("model.recurrence_options.trips=as-large-as-vanilla", "one of model.experts and"),
+        ("model.recurrence_options.tripz=2;model.experts=as-large-as-vanilla", "tripz"),
         ("model.num_hidden_layers=30;model.intermediate_size=as-large-as-vanilla", "is nearest, with"),
     ],
 )

@@ -14,13 +14,13 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.errors import SettingsError
-from fathom.experiments.arms import training_flops
+from fathom.experiments.arms import training_flops, without_embeddings
 from fathom.experiments.budget import budget
 from fathom.experiments.ladder import add_seeds, climb, rewrite
 from fathom.experiments.ladder_results import ArmRow, LadderReport
 from fathom.experiments.multipliers import _read as read_bytes
 from fathom.experiments.multipliers import verdict
-from fathom.experiments.rungs import LAYERS, Ladder, load_ladder, without_embeddings
+from fathom.experiments.rungs import LAYERS, Ladder, load_ladder
 from fathom.experiments.schedule import Task
 from fathom.experiments.stages import STAGES, State
 from fathom.experiments.tuning import FLAT
@@ -442,13 +442,30 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
     assert "as-large-as" not in str([arm.name for arm in make(tmp_path, arms, parameters=False).every_arm])
 
 
-def test_an_arm_is_as_large_as_the_control_at_every_size(tmp_path: Path) -> None:
-    ladder = make(tmp_path, f"vanilla,wide=loop;{LAYERS}=1/2;model.intermediate_size=as-large-as-vanilla", **SMALL)
+@pytest.mark.parametrize("experts", ["", ";model.experts=8"])
+def test_an_arm_is_as_large_as_the_control_at_every_size(tmp_path: Path, experts: str) -> None:
+    """A width or a number of experts, which no base recipe's depth decides; such an arm gets no wider control."""
+    key = "model.experts" if experts else "model.intermediate_size"
+    arms = f"once=vanilla{experts},wide=loop;{LAYERS}=1/2;{key}=as-large-as-once"
+    ladder = make(tmp_path, arms, **{**SMALL, "layers": [4, 6]})
+    assert [arm.name for arm in ladder.every_arm] == ["once", "wide"]
     for size in ladder.sizes:
         wide, control = (ladder.recipe_at(arm, size).config() for arm in reversed(ladder.arms))
         assert wide.num_hidden_layers == control.num_hidden_layers // 2
-        one = 3 * wide.hidden_size * wide.num_hidden_layers  # parameters of a unit of its MLP's width
-        assert abs(without_embeddings(wide) - without_embeddings(control)) <= one / 2
+        assert without_embeddings(wide) == pytest.approx(without_embeddings(control), rel=0.05)
+        assert (wide.experts > control.experts) if experts else (wide.intermediate_size > control.intermediate_size)
+
+
+def test_a_sparse_control_is_widened(tmp_path: Path) -> None:
+    ladder = make(tmp_path, "once=vanilla;model.experts=2,more=vanilla;model.experts=3", **SMALL)
+    for size in ladder.sizes:
+        wide, arm = (ladder.recipe_at(ladder.every_arm[i], size).config() for i in (2, 1))
+        assert without_embeddings(arm) <= without_embeddings(wide) <= 1.05 * without_embeddings(arm)
+
+
+def test_an_open_control_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="the sizes follow from the control"):
+        make(tmp_path, "open=vanilla;model.experts=as-large-as-b,b=loop")
 
 
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from fathom.errors import SettingsError
+from fathom.models import FathomConfig
 from fathom.models.cost import count_parameters, training_visits
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, differences, parse_recipe
@@ -19,12 +19,12 @@ Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 LONGEST = 100
 """Characters of an arm's name, which names files and directories."""
-MOST = 2**20
-"""Up to which a number of experts or channels is looked for."""
 NEAR = 0.05
 """By how much of its parameters such an arm may differ from the other one."""
 AS_LARGE = "as-large-as-"
 """In front of an arm's name as the value of a key: the number that gives both arms as many parameters."""
+OPEN = ("model.experts", "model.intermediate_size")
+"""Keys that may be so."""
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
 """Keys that an arm may not override, because arms are paired."""
 
@@ -67,6 +67,11 @@ class Arm:
                 )
 
     @property
+    def open(self) -> list[int]:
+        """Places of the overrides that wait for a number."""
+        return [i for i, word in enumerate(self.overrides) if word.partition("=")[2].strip().startswith(AS_LARGE)]
+
+    @property
     def own_steps(self) -> bool:
         """Whether it sets its own `train.steps` instead of the equal budget."""
         words = [override.partition("=") for override in self.overrides]
@@ -105,32 +110,34 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     """An arm with the number in place of `model.experts=as-large-as-OTHER`: the whole one that brings its parameters
-    nearest to the other arm's.
+    nearest to the other arm's. The embedding and the head do not count.
     """
-    words = [override.partition("=") for override in arm.overrides]
-    open_keys = [(key, value.strip()) for key, _, value in words if value.strip().startswith(AS_LARGE)]
-    if not open_keys:
+    if not arm.open:
         return arm
-    (key, value), *more = open_keys
-    other = next((one for one in arms if one.name == value.removeprefix(AS_LARGE) and one.name != arm.name), None)
-    if other is None or more or any(AS_LARGE in override for override in other.overrides):
-        raise SettingsError(f"arm {arm.name}: {key}={value}: allowed: one such key, and an arm that has none")
+    place, *more = arm.open
+    key, _, value = (word.strip() for word in arm.overrides[place].partition("="))
+    name, others = value.removeprefix(AS_LARGE), {one.name: one for one in arms if not one.open}
+    if more or key not in OPEN or name not in others:
+        raise SettingsError(
+            f"arm {arm.name}: {key}={value}: allowed: one of {' and '.join(OPEN)}, as large as "
+            f"{' or '.join(others) or 'an arm with numbers'}"
+        )
 
     def with_number(number: int) -> Arm:
-        written = tuple(f"{key}={number}" if AS_LARGE in override else override for override in arm.overrides)
-        return replace(arm, overrides=written)
+        return replace(arm, overrides=(*arm.overrides[:place], f"{key}={number}", *arm.overrides[place + 1 :]))
 
     def parameters(number: int) -> int:
-        return count_parameters(with_number(number).recipe(base).config())
+        return without_embeddings(with_number(number).recipe(base).config())
 
-    wanted, low = count_parameters(other.recipe(base).config()), _smallest(parameters, f"arm {arm.name}: {key}")
-    high = low + 1
-    while parameters(high) < wanted and high < MOST:
+    wanted = without_embeddings(others[name].recipe(base).config())
+    first, step = _allowed(parameters)
+    low, high = 0, 1
+    while parameters(first + high * step) < wanted:
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if parameters(middle) < wanted else (low, middle)
-    nearest = min((low, high), key=lambda number: abs(parameters(number) - wanted))
+        low, high = (middle, high) if parameters(first + middle * step) < wanted else (low, middle)
+    nearest = min((first + low * step, first + high * step), key=lambda number: abs(parameters(number) - wanted))
     if abs(parameters(nearest) - wanted) > NEAR * wanted:
         raise SettingsError(
             f"arm {arm.name}: {key}={value}: {nearest} is nearest, with {parameters(nearest):,} parameters for "
@@ -139,14 +146,25 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     return with_number(nearest)
 
 
-def _smallest(parameters: Callable[[int], int], key: str) -> int:
-    """The first whole number that a key may have; every one after it must be allowed too."""
+def _allowed(parameters: Callable[[int], int]) -> tuple[int, int]:
+    """The first number that a key may have, and the step to the next one."""
+    found: list[int] = []
     for number in range(1, 65):
-        with suppress(SettingsError):
-            parameters(number + 1)
+        try:
             parameters(number)
-            return number
-    raise SettingsError(f"{key}: {AS_LARGE} is for keys that may be any whole number, such as model.experts")
+        except SettingsError as error:
+            refused = error
+            continue
+        found.append(number)
+        if len(found) == 2:
+            return found[0], found[1] - found[0]
+    raise refused
+
+
+def without_embeddings(config: FathomConfig) -> int:
+    """Number of parameters without the embedding and the head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
 
 
 def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:

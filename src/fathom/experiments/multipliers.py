@@ -13,7 +13,7 @@ import numpy as np
 from scipy.interpolate import make_interp_spline
 
 from fathom.experiments.acquisition import puzzle_result, puzzle_words
-from fathom.experiments.arms import Arm, tokens
+from fathom.experiments.arms import Arm, tokens, without_embeddings
 from fathom.experiments.compare_results import TimeRatio
 from fathom.experiments.ladder_results import (
     ArmRow,
@@ -37,7 +37,7 @@ from fathom.experiments.ladder_results import (
     Views,
 )
 from fathom.experiments.plan import Plan, read_measured
-from fathom.experiments.rungs import MATCHED, Size, rounded, without_embeddings
+from fathom.experiments.rungs import MATCHED, Size, rounded
 from fathom.experiments.scaling import (
     DECADE,
     ESTIMATOR,

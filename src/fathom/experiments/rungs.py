@@ -17,12 +17,10 @@ from pathlib import Path
 from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
-from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops
+from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops, without_embeddings
 from fathom.experiments.ladder_rules import Rules, ladders_folder
 from fathom.experiments.plan import Plan, check, plan_file
 from fathom.experiments.scaling import ESTIMATOR
-from fathom.models.configuration import FathomConfig
-from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe, differences, parse_recipe
 from fathom.report.files import asdict, read_json, write_json
 from fathom.report.results import restored
@@ -307,7 +305,7 @@ class Ladder:
     def _matched_name(self, arm: Arm) -> Arm | None:
         """The control for an arm that adds parameters at the first rung."""
         size = self.sizes[0]
-        if not self.rules.parameters or self._parameters(arm, size) <= (1 + EXTRA) * size.parameters:
+        if not self.rules.parameters or arm.open or self._parameters(arm, size) <= (1 + EXTRA) * size.parameters:
             return None
         return Arm(f"{MATCHED}{arm.name}", self.control.mechanism, self.control.overrides)
 
@@ -316,9 +314,9 @@ class Ladder:
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
         wanted = self._parameters(arm, size)
         control = self.recipe_at(self.control, size).config()
-        width = control.intermediate_size
-        one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
-        width += max(0, math.ceil((wanted - size.parameters) / one))
+        width, step = control.intermediate_size, control.experts_per_token if control.experts else 1
+        one = self._parameters(self._widened(matched, width + step), size) - size.parameters
+        width += step * max(0, math.ceil((wanted - size.parameters) / one))
         return dataclasses.replace(self._widened(matched, width), name=matched.name)
 
     def _widened(self, arm: Arm, width: int) -> Arm:
@@ -385,6 +383,10 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, if it `begins`, its model. Reject sizes that read a
     sequence twice or do not grow, arms with their own learning rate, and a control with its own steps."""
+    if ladder.control.open:
+        raise SettingsError(
+            f"arm {ladder.control.name}: the sizes follow from the control, so its numbers are written out"
+        )
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
@@ -410,8 +412,8 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
     """Reject an arm's own learning rate or weight decay, which the ladder would overwrite."""
-    shape = ladder._shape(0)
-    kept = as_large(_with_layers(arm, shape), [_with_layers(one, shape) for one in ladder.arms], ladder.recipe)
+    size = ladder.sizes[0]
+    kept = as_large(_with_layers(arm, size), [_with_layers(one, size) for one in ladder.arms], ladder.bases[size])
     own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
     written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
@@ -461,12 +463,6 @@ def share_of(layers: int, text: str) -> int:
     if found.denominator != 1 or found < 1:
         raise SettingsError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
     return int(found)
-
-
-def without_embeddings(config: FathomConfig) -> int:
-    """Number of parameters without the embedding and the head."""
-    tables = 1 if config.tie_word_embeddings else 2
-    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
 
 
 def rounded(value: float) -> float:
