@@ -55,7 +55,7 @@ def test_a_planted_improvement_is_found_and_an_arm_against_itself_shows_nothing(
     assert all(row.low <= 0 <= row.high for row in again.difference_by_position)
     assert "again and vanilla have exactly equal losses" in report.verdict
     assert better.mean < -0.05 and better.high < 0 and better.p_holm < 0.05
-    assert "better's validation loss is lower than vanilla's" in report.verdict
+    assert "better's held-out loss is lower than vanilla's" in report.verdict
 
 
 def test_runs_are_paired(planted):

@@ -146,7 +146,7 @@ def full() -> ComparisonReport:
 def test_the_sentence_follows_from_the_intervals(full: ComparisonReport):
     said = full.verdict
     assert said.startswith("With 3 seeds, at 1.6 million parameters and 2 million tokens, ")
-    assert "uniform_depth's validation loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
+    assert "uniform_depth's held-out loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
     assert "the difference of depth_attention (−0.0210 ± 0.0300 nats) to vanilla is not significant" in said
     assert said.endswith("uniform_depth and depth_attention do not differ significantly.")
 
@@ -192,7 +192,7 @@ def test_a_worse_arm_and_a_hint_are_called_that():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
     hint = arm("maybe", 3.9, gap(-0.1, 0.09, 0.04, 0.08))
     said = verdict(report_of(arm("vanilla", 4.0, None), worse, hint))
-    assert "slow's validation loss is higher than vanilla's by 0.1000 ± 0.0100" in said
+    assert "slow's held-out loss is higher than vanilla's by 0.1000 ± 0.0100" in said
     assert "not by Holm's test for 2 comparisons: a hint of a difference to vanilla, not significant" in said
     third, pairs = arm("third", 3.95, gap(-0.05, 0.09, 0.4)), (("slow", "maybe"), ("slow", "third"), ("maybe", "third"))
     between = tuple(PairGap(0.0, 3, 0.02, 0.8, 0.8, a=a, b=b) for a, b in pairs)

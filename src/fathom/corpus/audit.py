@@ -191,7 +191,7 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
     of = sum(one.questions for one in found.benchmarks.values())
     noun = "document" if found.documents == 1 else "documents"
     verdict = f"{leaked:,} of {of:,} questions were found in {found.documents:,} {noun}. {_recall(found)}"
-    columns = ("benchmark", "questions", "found", "in documents", "too short to find", "with the answer alone")
+    columns = ("benchmark", "questions", "found", "in documents", "too short to find", "only with their answer")
     counts = {
         name: (one.questions, one.leaked, one.documents, one.unfindable, one.template_only)
         for name, one in found.benchmarks.items()
@@ -212,7 +212,8 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
         ),
     ]  # fmt: skip
     for name, one in found.benchmarks.items():
-        blocks.append(section(f"How much the search finds: {name}", _recall_table(name, one)))
+        if any(planted for planted, _ in one.by_length().values()):
+            blocks.append(section(f"How much the search finds: {name}", _recall_table(name, one)))
     return page(f"Audit of {', '.join(inputs)}", verdict, *blocks)
 
 

@@ -23,7 +23,8 @@ WORDS = (
     "No gain: a gain of the same value or sub-layer is projected out.",
     "Content: compared with sources of other documents, which have the same statistics.",
     "Left: the share of the squared gradients without the gain.",
-    "Negative: the share of the gates that ask for a negative factor.",
+    "Negative: the share of the gates that ask for a negative factor, without the gain.",
+    "Wants: whether a gate asks for more or less of the content.",
 )
 
 

@@ -18,9 +18,9 @@ from fathom.report.statistics import Difference
 
 REPORT, PAGE = "spans.json", "spans.html"
 SHOWN = 20
-COLUMNS = ("layers", "damping", "loss, all spans", "loss, other documents")
+COLUMNS = ("layers", "damping", "loss, choosing documents", "loss, other documents")
 READING = (
-    "Nats per token above the base model's loss, with 95 % intervals over documents. The right column uses documents "
+    "Loss: nats per token above the base model's, with 95 % intervals over documents. The right column uses documents "
     "that did not choose the layers."
 )
 
@@ -50,7 +50,7 @@ def verdict(ranked: Sequence[Ranked]) -> str:
     found, where = (best.gap, "the documents that chose it") if best.again is None else (best.again, "other documents")
     return (
         f"A loop over the layers {best.candidate.layers} with damping {best.candidate.damping:g} costs least: "
-        f"{_words(found)} nats per token on {where}, before any training."
+        f"{_words(found)} nats per token above the base model's loss on {where}, before any training."
     )
 
 

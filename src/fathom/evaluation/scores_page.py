@@ -23,13 +23,21 @@ ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows
 def page(report: ScoresReport, source: Provenance, effects: Sequence[str] = ()) -> str:
     """The whole report; `effects` of a mechanism stand in place of the verdict."""
     scores = html.table(*score_table(list(report.checkpoints), report.rows))
+    names = list(report.checkpoints)
+    title = f"{names[1]} against {names[0]} and {names[2]}" if effects else f"Scores of {', '.join(names)}"
     return html.page(
-        f"Scores of {', '.join(report.checkpoints)}",
+        title,
         "\n".join(effects) or verdict(report),
-        html.section("Scores", scores, html.bullets(list(notes(report)))),
+        html.section("Scores", scores, html.bullets([*_better(report), *notes(report)])),
         html.section("Loss by context", html.table(*context_table(report))),
         html.section("Where the numbers come from", html.source(source)),
     )
+
+
+def _better(report: ScoresReport) -> Iterator[str]:
+    """Which way is better, if text was scored."""
+    if any(row.metric in ("bits_per_byte", "perplexity") for row in report.rows):
+        yield "Fewer bits per byte and a lower perplexity are better."
 
 
 def verdict(report: ScoresReport) -> str:
@@ -109,5 +117,5 @@ def context_table(report: ScoresReport) -> PlainTable:
     for start in sorted({start for places in columns.values() for start in places}):
         stop = min(2 * start - 1, report.context or sys.maxsize)
         cells = [f"{places[start].loss:.4f}" if start in places else "" for places in columns.values()]
-        rows.append([f"{start}-{stop}" if stop > start else str(start), *cells])
+        rows.append([f"{start}–{stop}" if stop > start else str(start), *cells])
     return "Nats per token", ["tokens of context", *(f"loss of {name}" for name in columns)], rows

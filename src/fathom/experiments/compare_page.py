@@ -41,7 +41,11 @@ def quality_rows(report: ComparisonReport) -> PlainTable:
         return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
     mean = f"mean of {many} seeds" if many > 1 else "one seed"
-    return f"Held-out loss in nats per token ({mean}); paired difference {interval}{failed}", columns, rows
+    return (
+        f"Held-out loss in nats per token, lower is better ({mean}); paired difference {interval}{failed}",
+        columns,
+        rows,
+    )
 
 
 def cost_rows(report: ComparisonReport) -> PlainTable:
@@ -102,9 +106,9 @@ def _differences(report: ComparisonReport) -> Markup:
     items = [IntervalMark(arm.name, arm.gap.mean, arm.gap.low, arm.gap.high, i) for i, arm in arms]
     words = "; ".join(f"{arm.name} {arm.difference}" for _, arm in arms)
     control = report.control
-    svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
+    svg = interval_plot(items, "nats per token", f"Held-out loss minus {control}'s: {words}")
     caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report.seeds) > 1 else "")
-    return html.figure(f"Validation loss minus {control}'s", svg, caption)
+    return html.figure(f"Held-out loss minus {control}'s", svg, caption)
 
 
 def _while_training(report: ComparisonReport) -> Markup:
@@ -115,7 +119,7 @@ def _while_training(report: ComparisonReport) -> Markup:
             lines.append(Line(arm.name, curve.tokens, curve.mean, i, curve.low, curve.high, marks=False))
     caption = "On the same batches, averaged over consecutive steps. Bands span the seeds."
     title = f"Training loss minus {report.control}'s"
-    return html.plot(title, lines, ("tokens", "nats"), ends(lines, "+.4f"), caption, zero=True)
+    return html.plot(title, lines, ("tokens", "nats per token"), ends(lines, "+.4f"), caption, zero=True)
 
 
 def _curves(report: ComparisonReport) -> Markup:
@@ -137,7 +141,7 @@ def _curve(report: ComparisonReport, key: str, x_label: str, caption: str = "Ban
         for i, arm in enumerate(report.arms)
         if arm.runs and arm.curve.loss
     ]
-    return html.plot(f"Against {x_label}", lines, (x_label, "validation loss"), ends(lines, ".4f"), caption)
+    return html.plot(f"Against {x_label}", lines, (x_label, "held-out loss, nats"), ends(lines, ".4f"), caption)
 
 
 def _positions(report: ComparisonReport) -> Markup:
@@ -157,8 +161,15 @@ def _positions(report: ComparisonReport) -> Markup:
     bands = "Bands are 95 % intervals of each part alone."
     across = "position in the context"
     return html.figures(
-        html.plot("Validation loss", lines, (across, "nats per token"), reach(lines, ".3f"), empty),
-        html.plot(f"Minus {control.name}'s", gaps, (across, "nats"), reach(gaps, "+.4f"), bands, zero=True),
+        html.plot("Held-out loss", lines, (across, "nats per token"), reach(lines, ".3f"), empty),
+        html.plot(
+            f"Held-out loss minus {control.name}'s",
+            gaps,
+            (across, "nats per token"),
+            reach(gaps, "+.4f"),
+            bands,
+            zero=True,
+        ),
     )
 
 
@@ -196,7 +207,9 @@ def _trips(report: ComparisonReport) -> Markup:
             html.legend([arm.name for arm in report.arms]),
             html.figures(
                 html.plot("When tokens halt", shares, ("iterations", "share of tokens"), words),
-                html.plot("Loss over iterations", points, ("mean iterations per token", "validation loss"), at, pays),
+                html.plot(
+                    "Loss over iterations", points, ("mean iterations per token", "held-out loss, nats"), at, pays
+                ),
             ),
         ]
     )
@@ -235,7 +248,7 @@ def _domains(report: ComparisonReport) -> Markup:
     for arm in (arm for arm in report.arms if arm.runs):
         found = [arm.domains.get(name) for name in names]
         rows.append([arm.name, *(DASH if score is None else _domain_cell(score) for score in found)])
-    caption = "Bits per byte of each domain, and the paired difference of the loss"
+    caption = "Bits per byte of each domain, and the paired difference of the loss in nats per token"
     if len(report.seeds) > 1:
         caption += " with its 95 % interval, uncorrected for the number of domains and arms and not part of Holm's test"
     return html.table(caption, ["arm", *names], rows)
@@ -252,7 +265,7 @@ def _between(report: ComparisonReport) -> Markup:
     rows = [
         [f"{row.a} − {row.b}", str(row), DASH if row.p_holm is None else f"{row.p_holm:.3f}"] for row in report.between
     ]
-    caption = "Paired differences of validation loss among the arms other than the control"
+    caption = "Paired differences of the held-out loss, in nats per token, among the arms other than the control"
     if len(report.seeds) > 1:
         caption += "; intervals are uncorrected; Holm's p covers these and the differences to the control"
     return html.table(caption, ["pair", "difference", "Holm p"], rows)
@@ -286,17 +299,18 @@ def _cost_notes(report: ComparisonReport) -> list[Markup]:
     if not found:
         return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
     time = found[0].time
+    times = "1 time" if time.pairs == 1 else f"{time.pairs} times"
     text = (
         f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{time.pairs} times, by {time.clock}; median of the ratios with quartiles. The control's step took "
-        f"{time.seconds[1]:.3f} s. "
+        f"{times}, by {time.clock}; median of the ratios with quartiles. "
+        f"The control's step took {time.seconds[1]:.3f} s. "
         f"Memory: {found[0].memory}. Cache: measured growth in bytes per decoded token."
     )
     return [html.paragraph(text, quiet=True)]
 
 
 def _budget(report: ComparisonReport) -> Markup:
-    rows = [[arm.name, f"{arm.steps:,}", f"{arm.tokens:,}", f"{arm.training_flops:.4g}"] for arm in report.arms]
+    rows = [[arm.name, f"{arm.steps:,}", f"{arm.tokens:,}", short(arm.training_flops)] for arm in report.arms]
     return html.table("Settings of each run of an arm", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 

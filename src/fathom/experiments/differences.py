@@ -428,7 +428,7 @@ def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int
     each = "" if alone else ", in that order"
     holds = "the 95 % interval over seeds excludes zero" if alone else "95 % intervals over seeds exclude zero"
     many = f", also by Holm's test for {family} comparisons" if family > 1 else ""
-    loss = "validation loss is" if alone else "validation losses are"
+    loss = "held-out loss is" if alone else "held-out losses are"
     return [f"{names} {loss} {how} {control.name}'s by {_join(amounts)} nats{each} ({holds}{many})"]
 
 

@@ -92,8 +92,12 @@ def multiplier_rows(report: LadderReport) -> PlainTable:
                 "; ".join(arm.flags) or DASH,
             ]
         )
-    columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
-    found = f"Compute that {report.control} would need over what the arm spends, 95 % interval", columns, rows
+    columns = ["arm", "middle", "largest size", "per decade", "Holm p", "diverged", "flags"]
+    caption = (
+        f"Compute multiplier: what {report.control} would need over what the arm spends, with 95 % intervals; per "
+        "decade: its factor for ten times the compute"
+    )
+    found = caption, columns, rows
     return found if any(arm.diverged[0] for arm in report.arms[1:]) else without("diverged", found)
 
 
@@ -140,7 +144,11 @@ def loss_rows(report: LadderReport) -> PlainTable:
         columns.append("Holm p")
         for row, arm in zip(rows, report.arms, strict=True):
             row.append(DASH if arm.p_holm is None else f"{arm.p_holm:.3f}")
-    return "Held-out loss of the control, paired differences of the others in nats (seeds)", columns, rows
+    return (
+        "Held-out loss of the control in nats per token, paired differences of the others (seeds), by parameters",
+        columns,
+        rows,
+    )
 
 
 def _solved(row: PuzzleShares) -> str:
@@ -164,7 +172,7 @@ def _losses(report: LadderReport) -> Markup:
         lines += _law_lines(first, False, report.control, 0)
     words = "; ".join(f"{arm.name} ends at {arm.rungs[-1].loss[0]:.4f}" for arm in report.arms if arm.rungs[-1].loss)
     caption = "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
-    return html.plot("Loss over compute", lines, (FLOPS, "held-out loss"), words, caption, x_from_zero=False)
+    return html.plot("Loss over compute", lines, (FLOPS, "held-out loss, nats"), words, caption, x_from_zero=False)
 
 
 def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
@@ -280,7 +288,9 @@ def _bowls(report: LadderReport) -> list[Markup]:
             said = f"learning rate {tuned.rate:.3g}" + (f", {lost} diverged" if lost else "")
             said += f"; {', '.join(tuned.flags)}" if tuned.flags else ""
             title, caption = f"{name}, rung {number}", said.capitalize() + "."
-            panels.append(html.plot(title, lines, ("learning rate, log10", "loss"), said, caption, x_from_zero=False))
+            panels.append(
+                html.plot(title, lines, ("learning rate, log10", "loss, nats"), said, caption, x_from_zero=False)
+            )
     return panels
 
 
@@ -295,8 +305,15 @@ def _checks(report: LadderReport) -> Markup:
         for arm in report.arms
         if arm.check
     ]
-    columns = ["arm", "half the learning rate", "chosen", "twice the learning rate", "excess by a parabola", "rate"]
-    return html.table("The learning rate at the largest size, one seed", columns, rows)
+    columns = [
+        "arm",
+        "half the learning rate",
+        "chosen",
+        "twice the learning rate",
+        "excess by a parabola",
+        "learning rate",
+    ]
+    return html.table("Held-out loss by learning rate at the largest size, one seed, in nats per token", columns, rows)
 
 
 def _sealed(report: LadderReport) -> Markup:
@@ -333,7 +350,7 @@ def _seed_control(report: LadderReport) -> Markup:
     if found is None:
         return Markup()
     rows = [[f"rung {row.index}", str(row.difference)] for row in found.rungs]
-    caption = "The control minus itself with other initial values, nats"
+    caption = "The control minus itself with other initial values, nats per token"
     note = "" if found.multiplier is None else f"Its multiplier is {found.multiplier}; the true value is 1."
     return html.table(caption, ["rung", "difference"], rows, note=note)
 
@@ -361,18 +378,21 @@ def _law(report: LadderReport) -> Markup:
         numbers = [f"{noise.single:.4f}", f"{noise.paired:.4f}", f"{noise.correlation:.2f}"]
         rows.append([arm.name, *spans, *numbers])
     columns = ["arm", "E", "α", "τ of the arm", "σ of a run", "σ of a pair", "ρ"]
-    caption = "Posterior of the floor, the exponent and the deviation of a size; noise over seeds"
+    caption = (
+        "Posterior of the floor E, the exponent α and the deviation τ of a size; σ: noise over seeds; ρ: correlation "
+        "of the arm with the control"
+    )
     return html.table(caption, columns, rows)
 
 
 def _sizes(report: LadderReport) -> PlainTable:
-    columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
+    columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "learning rate"]
     rows = [
         [
             _named(rung.index, rung.budget) + (", sealed" if rung.sealed else ""),
             *(str(rung.layers), str(rung.hidden)),
             *(f"{count:,}" for count in (rung.parameters, rung.tokens, rung.batch, rung.steps)),
-            f"{rung.flops:.3g}",
+            short(rung.flops),
             str(len(rung.seeds)),
             DASH if rung.rate is None else f"{rung.rate:.3g}",
         ]
@@ -387,13 +407,13 @@ def _named(index: int, budget: int) -> str:
 
 
 def _cells(report: LadderReport) -> PlainTable:
-    columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
+    columns = ["run", "layers", "parameters", "FLOPs", "learning rate", "weight decay", "losses by seed"]
     rows = [
         [
             f"{arm.name}, rung {_named(cell.index, cell.budget)}",
             str(cell.layers),
             f"{cell.parameters:,}",
-            f"{cell.flops:.3g}",
+            short(cell.flops),
             f"{cell.rate:.3g}",
             f"{cell.weight_decay:.3g}",
             ", ".join(f"{loss:.4f}" for loss in cell.loss) or DASH,

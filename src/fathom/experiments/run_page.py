@@ -28,7 +28,7 @@ PAGE, INDEX = "report.html", "index.html"
 CURVES = {
     "loss": ("Loss", "nats per token"),
     "grad_norm": ("Gradient norm", "before clipping"),
-    "lr": ("Learning rate", "rate"),
+    "lr": ("Learning rate", "learning rate"),
     "tokens_per_second": ("Throughput", "tokens per second"),
 }
 """Columns of metrics.jsonl that are drawn: title and axis."""
@@ -127,7 +127,8 @@ def run_page(run: RunFacts, extras: Extras) -> str:
         html.section("Difference", _difference(runs, names)),
         html.section("History", _listed(_history(run))),
         html.section("What next", html.commands(extras.following)),
-        html.section("Where it comes from", html.table(*_hashes(run), prose=("hash",)), html.source(provenance())),
+        html.section("Weights", html.table(*_hashes(run), prose=("hash",))),
+        html.section("Where this page comes from", html.source(provenance())),
         html.details("The recipe", recipe),
     )
 

@@ -328,7 +328,7 @@ function shares(model, kind, value, heads, extra, rows = range(model.visits.leng
   };
   const columns = kind === "origins" ? "the layer that made the value" : "the layer whose value it read";
   const from = `${model.looped ? "Iteration · layer. " : ""}Columns: ${columns}. A row adds up to\u00a01.`;
-  return `<div class="wide"><table class="grid cool" style="--n:${model.read.length + 1 + (extra ? 1 : 0)}" aria-label="${kind === "origins" ? "Whose values each layer stored" : "What each layer read"}"><thead><tr><th scope="col">${model.looped ? "" : "layer"}</th><th scope="col" class="own">own</th>${headers.join("")}${extra ? '<th scope="col" class="bar">entropy <small>bits</small></th>' : ""}</tr></thead><tbody>${rows.map(row).join("")}</tbody></table></div><p class="soft">${from}</p>`;
+  return `<div class="wide"><table class="grid cool" style="--n:${model.read.length + 1 + (extra ? 2 : 0)}" aria-label="${kind === "origins" ? "Whose values each layer stored" : "What each layer read"}"><thead><tr><th scope="col">${model.looped ? "" : "layer"}</th><th scope="col" class="own">own</th>${headers.join("")}${extra ? '<th scope="col" class="bar">entropy <small>bits</small></th>' : ""}</tr></thead><tbody>${rows.map(row).join("")}</tbody></table></div><p class="soft">${from}</p>`;
 }
 
 /* Small bars, one per head, as tall as its share. */
@@ -360,7 +360,7 @@ function average(model, i) {
     };
     const read = mean(mixing.map((v) => 1 - model.meanWeights[v].at(-1)));
     parts.push(`<div><div class="line"><h3>${badge(i)}What each layer read</h3></div>${shares(model, "weights", (v, j) => weights[v][j], null, entropy)}`);
-    parts.push(`<p>Of what the ${mixing.length} mixing ${model.looped ? "visits" : "layers"} stored, <b>${percent(read)}${THIN}%</b> came from below.</p></div>`);
+    parts.push(`<p>Of what the ${mixing.length} mixing ${model.looped ? "visits" : "layers"} stored, <b>${percent(read)}${THIN}%</b> came from earlier layers${model.looped ? " and iterations" : ""}.</p></div>`);
     parts.push(`<div><div class="line"><h3>${badge(i)}Whose values those are</h3></div>${shares(model, "origins", (v, j) => model.meanOrigins[v][j])}</div>`);
   }
   if (model.layerWeights) parts.push(`<div><div class="line"><h3>${badge(i)}Layers × outputs they average</h3></div>${layerWeights(model)}</div>`);

@@ -58,7 +58,8 @@ def recorded(path: Path) -> Provenance:
 def machine(hardware: Mapping[str, object]) -> str:
     """A machine in words."""
     named = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
-    return f"{named}, {hardware['cores']} cores, {hardware['system']}"
+    count = hardware["cores"]
+    return f"{named}, {count} {'core' if count == 1 else 'cores'}, {hardware['system']}"
 
 
 def commit() -> str | None:

@@ -118,7 +118,8 @@ def _loss_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Plain
             rows.append([method, *(f"{np.mean(span):.4f}" for span in cache.spans)])
     if rows:
         columns = ["cache", *(f"{a}–{b} windows" for a, b in _spans(report.at))]
-        yield f"nats per token by position ({values.documents} documents)", columns, rows
+        noun = "document" if values.documents == 1 else "documents"
+        yield f"nats per token by position ({values.documents} {noun})", columns, rows
 
 
 def _recall_tables(values: CheckpointCaches, report: CacheReport) -> Iterator[PlainTable]:
@@ -184,7 +185,7 @@ def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
             gaps.append(Line(method, x, [a - b for a, b in zip(loss, against, strict=True)], i, marks=len(x) < 20))
     return html.figures(
         html.plot("Loss", lines, ("tokens read", "nats per token"), reach(lines, ".3f")),
-        html.plot(f"Minus {control}'s", gaps, ("tokens read", "nats"), ends(gaps, "+.3f"), zero=True),
+        html.plot(f"Loss minus {control}'s", gaps, ("tokens read", "nats per token"), ends(gaps, "+.3f"), zero=True),
     )
 
 
@@ -203,7 +204,7 @@ def _needle_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
             places = [r for r, a in enumerate(accuracy) if a is not None]
             lines.append(Line(method, places, [a for a in accuracy if a is not None], i))
         across = "compressions in between"
-        shown.append(html.plot(task.capitalize(), lines, (across, "accuracy"), _values(lines), zero=True))
+        shown.append(html.plot(task.capitalize(), lines, (across, "accuracy"), _values(lines), zero=True, top=1.0))
     return html.figures(*shown)
 
 

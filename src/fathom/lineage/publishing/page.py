@@ -86,7 +86,7 @@ def _model(item: ModelEntry) -> dict[str, str]:
     root = item.content and item.content.root
     return {
         "name": item.origin + revision,
-        "outline": outline + f"{shape['heads']} heads on {shape['kv_heads']} keys",
+        "outline": outline + f"{shape['heads']} query and {shape['kv_heads']} key-value heads",
         "read": f"{size(item.bytes_read)} read, with tokenizer and headers; the weights are {size(item.file_bytes)}",
         "digest": root[:16] if root else "",
     }

@@ -26,7 +26,8 @@ TRAITS = 56
 ONE = 1 << 16
 CAPTION = (
     "A visual checksum of the weights' sketch. Near-identical pictures mean a sketch correlation of about 0.95 or "
-    "more; a model trained on for long looks different from its base; different pictures prove nothing."
+    "more; a model trained on for long looks different from its base; different pictures prove nothing. "
+    "The six words are a hash of the sketch: the least change gives six others."
 )
 
 Colour = tuple[int, int, int]
