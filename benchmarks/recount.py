@@ -25,6 +25,9 @@ POWER = {1: 1.376, 2: 1.061, 3: 0.978, 4: 0.941}
 TUNING = 10_000
 """The first of the two seeds that choose rates."""
 ARMS = ["D once", "D loop", "M once", "M loop 8", "M loop 12"]
+TUNED_AS = {"M loop 12": "M loop 8"}
+WIDTHS = {"0.17 M": 48, "0.30 M": 64}
+"""A rate is tuned at the first, and taken times the ratio of widths at the second."""
 CONTRASTS = {
     "(M loop 8 − M once) − (D loop − D once)": {"M loop 8": 1, "M once": -1, "D loop": -1, "D once": 1},
     "M loop 12 − M once": {"M loop 12": 1, "M once": -1},
@@ -70,28 +73,50 @@ def paired(differences: np.ndarray) -> str:
 
 
 def looped_experts() -> Iterator[str]:
-    """The tuning, each run, and the registered contrasts of those seeds that all their arms have."""
+    """What the variants cost, the tuning, each run, and the registered contrasts of seeds that all their arms have."""
+    rows = [row for row in lines("looped-experts") if row["step"] == "train"]
+    for row in {(row["size"], row["arm"]): row for row in rows}.values():
+        flops = row["flops_per_token"] / 1e6
+        yield f"| {row['size']} | {row['arm']} | {row['parameters']:,} | {row['active']:,} | {flops:.3f} M |"
     loss = {
         (row["size"], row["arm"], row["rate"], row["seed"]): float(np.mean(list(row["losses"].values())))
-        for row in lines("looped-experts")
-        if row["step"] == "train"
+        for row in rows
     }
     tried = sorted({key[:3] for key in loss if key[3] >= TUNING}, key=lambda key: (ARMS.index(key[1]), key[2]))
+    means: dict[str, dict[float, float]] = {}
     for key in tried:
-        found = [loss[(*key, seed)] for seed in (TUNING, TUNING + 1) if (*key, seed) in loss]
+        found = [loss[(*key, seed)] for seed in (TUNING, TUNING + 1)]
+        means.setdefault(key[1], {})[key[2]] = float(np.mean(found))
         yield f"| {key[1]} | {key[2]:g} | {' | '.join(f'{one:.4f}' for one in [*found, np.mean(found)])} |"
-    runs = {(size, arm, seed): one for (size, arm, _, seed), one in loss.items() if seed < TUNING}
-    for size, seed in dict.fromkeys((size, seed) for size, _, seed in sorted(runs)):
+    chosen = {arm: min(found, key=found.__getitem__) for arm, found in means.items()}
+    runs: dict[tuple[str, str, int], float] = {}
+    for (size, arm, rate, seed), one in loss.items():
+        if seed < TUNING:
+            rule = chosen[TUNED_AS.get(arm, arm)] * WIDTHS[min(WIDTHS)] / WIDTHS[size]
+            assert abs(rate / rule - 1) < 1e-9 and (size, arm, seed) not in runs, (size, arm, rate, seed)
+            runs[size, arm, seed] = one
+    for size, seed in sorted({(size, seed) for size, _, seed in runs}):
         cells = (f"{runs[size, arm, seed]:.4f}" if (size, arm, seed) in runs else "–" for arm in ARMS)
         yield f"| {size} | {seed} | {' | '.join(cells)} |"
-    for size in dict.fromkeys(size for size, _, _ in sorted(runs)):
+    for size in sorted({size for size, _, _ in runs}):
         for name, weights in CONTRASTS.items():
-            seeds = [s for s in range(5) if all((size, arm, s) in runs for arm in weights)]
-            values = np.array([sum(w * runs[size, arm, s] for arm, w in weights.items()) for s in seeds])
+            values = contrast(runs, size, weights)
             if len(values) > 1:
-                error, free = values.std(ddof=1) / len(values) ** 0.5, len(values) - 1
-                half, seen = error * STUDENT[free], error * (STUDENT[free] + POWER[free])
-                yield f"| {size} | {name} | {len(values)} | {values.mean():+.4f} ± {half:.4f} | {seen:.4f} |"
+                mean, half, seen = interval(values)
+                each = ", ".join(f"{value:+.3f}" for value in values)
+                yield f"| {size} | {name} | {each} | {mean:+.4f} ± {half:.4f} | {seen:.4f} |"
+
+
+def contrast(runs: dict[tuple[str, str, int], float], size: str, weights: dict[str, int]) -> np.ndarray:
+    """Of each seed that has all arms."""
+    seeds = [s for s in range(5) if all((size, arm, s) in runs for arm in weights)]
+    return np.array([sum(w * runs[size, arm, s] for arm, w in weights.items()) for s in seeds])
+
+
+def interval(values: np.ndarray) -> tuple[float, float, float]:
+    """Mean, half the width of Student's 95 % interval, and what a power of 0.8 needs."""
+    error, free = values.std(ddof=1) / len(values) ** 0.5, len(values) - 1
+    return float(values.mean()), float(error * STUDENT[free]), float(error * (STUDENT[free] + POWER[free]))
 
 
 if __name__ == "__main__":

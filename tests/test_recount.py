@@ -8,8 +8,8 @@ import pytest
 from benchmarks import recount
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
-SHAPES = ("| D once, D loop |", "| M once, M loop 8, M loop 12 |", "| size | seed |")
-"""Rows of a table that no log of losses holds, and a header with numbers."""
+SEEDS = "| size | seed |"
+"""A header with numbers."""
 NOTES = {
     "2026-11-29-retrofit.md": recount.retrofit,
     "2026-11-30-looped-experts.md": recount.looped_experts,
@@ -22,9 +22,23 @@ def test_the_tables_are_those_of_the_logs(name: str) -> None:
     rows, page = list(NOTES[name]()), (RESULTS / name).read_text(encoding="utf-8")
     tables = [line for line in page.splitlines() if line.startswith("| ") and not line.startswith(("| ---", "| |"))]
     assert rows and [row for row in rows if row not in tables] == []
-    numbered = [line for line in tables if any(letter.isdigit() for letter in line) and not line.startswith(SHAPES)]
+    numbered = [line for line in tables if any(letter.isdigit() for letter in line) and not line.startswith(SEEDS)]
     assert [line for line in numbered if line not in rows] == []
     assert rows[0].replace(".", ".1", 1) not in tables
+
+
+def test_the_verdict_is_that_of_the_log() -> None:
+    """Means and ends of the interaction's intervals stand in the note, the first on the front page too."""
+    page = (RESULTS / "2026-11-30-looped-experts.md").read_text(encoding="utf-8")
+    found = {row.split(" | ")[0]: row.split(" | ")[3] for row in recount.looped_experts() if "(M loop 8" in row}
+    assert set(found) == {"| 0.17 M", "| 0.30 M"}
+    for size, value in found.items():
+        mean, half = map(float, value.split(" ± "))
+        low, high = (f"{end:+.2f}".replace("-", "−") for end in (mean - half, mean + half))
+        assert low.startswith("−") and high.startswith("+") and "**Result: not decided.**" in page
+        assert f"{mean:+.2f}" in page and low in page and high in page, size
+    front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    assert "is not decided: +0.04 (−0.26 to +0.34) nats" in front and "from −0.26 to +0.34" in page
 
 
 def test_the_script_reads_logs_alone() -> None:
