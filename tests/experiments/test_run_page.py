@@ -51,6 +51,17 @@ def test_a_prompt_is_continued_and_seen_through_the_lens(runs: Path) -> None:
     assert (runs / "a" / "report-lens.html").is_file()
 
 
+def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:
+    run = read_run(runs / "stopped")
+    mixed = [
+        {**line, "loss": line["loss"] / 2, "cross_entropy": line["loss"]} for line in run.metrics if "loss" in line
+    ]
+    held = [line for line in run.metrics if "loss" not in line]
+    pages = [run_page(one, Extras()) for one in (run, replace(run, metrics=[*mixed, *held]))]
+    one, other = (page.partition("Where this page comes from")[0] for page in pages)
+    assert one == other
+
+
 def test_a_stopped_run_and_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stopped = read_run(runs / "stopped")
     assert "unfinished: 6 of 6" in run_page(stopped, Extras()) and "skipped" not in stopped.verdict

@@ -190,7 +190,7 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
     leaked = sum(one.leaked for one in found.benchmarks.values())
     of = sum(one.questions for one in found.benchmarks.values())
     noun = "document" if found.documents == 1 else "documents"
-    verdict = f"{leaked:,} of {of:,} questions were found in {found.documents:,} {noun}. {_recall(found)}"
+    verdict = f"{leaked:,} of {of:,} questions were found in a search of {found.documents:,} {noun}. {_recall(found)}"
     columns = ("benchmark", "questions", "found", "in documents", "too short to find", "only with their answer")
     counts = {
         name: (one.questions, one.leaked, one.documents, one.unfindable, one.template_only)

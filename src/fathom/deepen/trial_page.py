@@ -15,6 +15,7 @@ from fathom.report.provenance import provenance
 from fathom.report.results import restored
 from fathom.report.tables import PlainTable
 from fathom.training import read_metrics
+from fathom.training.results import CROSS_ENTROPY
 
 RUNS = ("healed", "control")
 NAMED = {"healed": "deepened", "control": "control"}
@@ -72,7 +73,7 @@ def plots(out: Path) -> str:
     steps, losses = [], {}
     for run in RUNS:
         lines = [line for line in read_metrics(out / run) if "loss" in line]
-        steps, losses[run] = [line["step"] for line in lines], [line["loss"] for line in lines]
+        steps, losses[run] = [line["step"] for line in lines], [line.get(CROSS_ENTROPY, line["loss"]) for line in lines]
     smoothed = {run: _smooth(values) for run, values in losses.items()}
     both = [
         Line(NAMED[run], steps, values, series, marks=False) for series, (run, values) in enumerate(smoothed.items())

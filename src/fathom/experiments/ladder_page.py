@@ -171,7 +171,8 @@ def _losses(report: LadderReport) -> Markup:
     if first is not None:
         lines += _law_lines(first, False, report.control, 0)
     words = "; ".join(f"{arm.name} ends at {arm.rungs[-1].loss[0]:.4f}" for arm in report.arms if arm.rungs[-1].loss)
-    caption = "Dots are seeds, lines the fitted law with its 95 % band, dotted beyond the runs."
+    fitted = ", lines the fitted law with its 95 % band, dotted beyond the runs" if first else ""
+    caption = f"Dots are seeds{fitted}."
     return html.plot("Loss over compute", lines, (FLOPS, "held-out loss, nats"), words, caption, x_from_zero=False)
 
 

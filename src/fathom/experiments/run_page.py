@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import takewhile
@@ -22,7 +22,7 @@ from fathom.report.tables import PlainTable
 from fathom.training import read_history, read_metrics
 from fathom.training.estimate import Estimate, estimate
 from fathom.training.probe import Probe, figures, is_probe, read_probe
-from fathom.training.results import RunResult
+from fathom.training.results import CROSS_ENTROPY, RunResult
 
 PAGE, INDEX = "report.html", "index.html"
 CURVES = {
@@ -210,7 +210,7 @@ def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
     """A column of the metrics over steps, smoothed; of the loss also the held-out one, dashed."""
     lines = []
     for series, (run, name) in enumerate(zip(runs, names, strict=True)):
-        points = [(line["step"], line[key]) for line in run.metrics if key in line]
+        points = [(line["step"], _value(line, key)) for line in run.metrics if key in line]
         if points:
             lines.append(Line(name, *_smoothed(points), series, marks=len(points) == 1))
         held = [(line["step"], line["val/loss"]) for line in run.metrics if "val/loss" in line]
@@ -220,6 +220,11 @@ def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
     title, axis = CURVES[key]
     caption = "Dots mark the loss of held-out text." if any(line.dashed for line in lines) else ""
     return html.plot(title, lines, ("step", axis), f"{axis} by step", caption) if lines else ""
+
+
+def _value(line: Mapping[str, float], key: str) -> float:
+    """A number of a step. The loss is that of the next token, also of a distilled run, which minimises a mixture."""
+    return line.get(CROSS_ENTROPY, line[key]) if key == "loss" else line[key]
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
