@@ -3,7 +3,7 @@
     python benchmarks/recount.py [retrofit | looped-experts]
 
 Nothing of Fathom is imported: whoever doubts its evaluation has here the arithmetic between log and note. A row is
-printed for what the log holds; a verdict is printed only where all registered runs are there.
+printed for what the log holds, and no verdict.
 """
 
 from __future__ import annotations
