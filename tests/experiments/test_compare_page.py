@@ -285,6 +285,7 @@ def test_a_long_verdict_is_told_clause_by_clause(full: ComparisonReport):
     said = clauses("With 2 seeds, a is lower; for b it is not; a_b and b are alike. This is short.", ["a", "b", "a_b"])
     lines = ["With 2 seeds, a is lower.", "For b it is not.", "a_b and b are alike.", "This is short."]
     assert said.splitlines() == lines and "\n" not in full.verdict and page(full).count("<p>With ") == 1
+    assert clauses("b is better (0 %; p = 1); so is a.", ["b"]) == "b is better (0 %; p = 1).\nSo is a."
 
 
 @pytest.mark.quick("390-True")

@@ -140,7 +140,7 @@ def _examples(report: PairReport) -> Markup:
     return html.table(caption, head, rows, prose=("question", "other choices"))
 
 
-RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "rate", "loss, first step", "last step", "held out"]
+RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "learning rate", "loss, first step", "last step", "held out"]
 
 
 def run_rows(report: PairReport) -> list[list[str]]:

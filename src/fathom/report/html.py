@@ -6,6 +6,7 @@ can break a page.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -26,8 +27,11 @@ def page(title: str, verdict: str, *blocks: str) -> str:
 
 
 def clauses(verdict: str, names: Iterable[str]) -> str:
-    """A long verdict with each clause on a line of its own; one that begins with a name has no capital letter."""
-    lines = [line.rstrip(".") for line in verdict.replace(". ", "; ").split("; ")]
+    """A long verdict with each clause on a line of its own; one that begins with a name has no capital letter.
+
+    A clause ends outside of brackets.
+    """
+    lines = [line.rstrip(".") for line in re.split(r"[.;] (?![^(]*\))", verdict)]
     kept = tuple(f"{name}{after}" for name in names for after in (" ", "'"))
     return "\n".join(f"{line if line.startswith(kept) else line[:1].upper() + line[1:]}." for line in lines)
 
