@@ -512,7 +512,7 @@ ATTACKS = ("permute", "rotate", "gain", "plane", "head", "neuron")
 PLAIN = ("flip plain", "turn plain", "mute plain")
 LAYER_NORM = ("permute", "head", "neuron", "cipher", "cast", "shards", *PLAIN)
 NORMED = ("constant keys", "wide heads", "mute twins")  # q/k-norm undoes or forbids these, or Qwen3 has no biases
-LAST = ("faint twins", "biases", "mute twins")  # other edits know weights alone, of moderate size
+LAST = ("faint twins", "biases", "mute twins")  # in this order: other edits know weights alone, of moderate size
 
 
 def usable(family: str) -> list[str]:
@@ -543,7 +543,7 @@ def drawn(draw: Draw, family: str, most: int = 6) -> list[str]:
     """A random composition of one to `most` edits."""
     every = usable(family)
     kinds = [str(kind) for kind in draw.choice(every, int(draw.integers(1, most + 1)), replace=False)]
-    return sorted(kinds, key=lambda kind: kind in LAST)
+    return sorted(kinds, key=lambda kind: LAST.index(kind) if kind in LAST else -1)
 
 
 def clean(where: Path) -> None:
