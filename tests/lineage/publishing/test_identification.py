@@ -85,6 +85,8 @@ def test_a_stranger_has_no_candidate(library, tmp_path):
     stranger = save(build(tiny_config(), 399, trained=True), tmp_path / "stranger", 512)
     found = identify(open_weights(stranger), library, 7, QUIET)
     assert not found.related and not found.controls and "no controls" in found.notes[0]
+    reasons = [reason for one in found.candidates for reason in one.reasons]
+    assert identification.NO_CONTROLS in reasons and verdict.GIVE_CONTROLS not in reasons
     gone = next(one for one in found.candidates if one.name.endswith("gone"))
     assert gone.label == identification.NOT_COMPARED and "could not be compared" in gone.meaning
 

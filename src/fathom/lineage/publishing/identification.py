@@ -23,6 +23,10 @@ from fathom.report import html
 
 NEAREST, CONTROLS, TRIED = 5, 2, 6
 NOT_COMPARED = "not compared"
+NO_CONTROLS = (
+    "no control: no score can be called high, and the verdict cannot be shared lineage; add unrelated models of this "
+    "shape to the library, or run `fathom lineage compare --control MODEL`"
+)
 STRENGTH = (verdict.SHARED, verdict.INITIALISATION, verdict.PARTIAL, verdict.EMBEDDING, verdict.INCONCLUSIVE)
 RELATED = STRENGTH[:3]
 NOTES = (
@@ -180,7 +184,7 @@ def _candidate(
         score=_best(found),
         identical=pair.identical is not None and pair.identical.whole,
         alternatives=said.alternatives,
-        reasons=tuple(said.reasons),
+        reasons=tuple(NO_CONTROLS if one == verdict.GIVE_CONTROLS else one for one in said.reasons),
     )
 
 
