@@ -175,7 +175,7 @@ def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkey
     trips = ArmTrips(1.0, 1, None, [], [ParallelRun(7, 1.0, last.gap)])
     arms = [SimpleNamespace(name="thinks", trips=trips), SimpleNamespace(name="plain", trips=None)]
     shown = str(_solved(SimpleNamespace(arms=arms)))
-    assert f"{last.gap.value:+.4f}" in shown and "thinks" in shown and "plain" not in shown
+    assert f"{last.gap.value:+.4f}".replace("-", "−") in shown and "thinks" in shown and "plain" not in shown
 
 
 def test_what_is_no_number_is_null_in_json_and_comes_back() -> None:
