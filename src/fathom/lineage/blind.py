@@ -209,22 +209,29 @@ def _mean_slope(up: Array, offset: Array | int) -> Array:
 
 
 def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
-    """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them."""
-    key = f"blind {list(chosen)}"
-    if key not in weights.memo:
-        found = [layer_map(weights, *place) for place in chosen]
-        span, outside = _written(found), None
-        if span is not None:
-            outside = _faint(weights, span)
-            found = [layer_map(weights, *place, span, outside) for place in chosen]
-        found = [_unit(one) for one in found]
-        total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
-        size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
-        vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:WIDEST]].astype(np.float32)
-        own = np.stack([vectors.T @ c @ vectors for c in found])
-        weights.memo[key] = Basis(vectors if span is None else span @ vectors, own, outside)
-    out: Basis = weights.memo[key]
-    return out
+    """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them.
+
+    The first of a model is kept: controls ask for it again, and for no other.
+    """
+    known: dict[tuple[tuple[int, int], ...], Basis] = weights.memo.setdefault("blind", {})
+    found = known.get(tuple(chosen)) or _basis(weights, chosen)
+    if not known:
+        known[tuple(chosen)] = found
+    return found
+
+
+def _basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
+    found = [layer_map(weights, *place) for place in chosen]
+    span, outside = _written(found), None
+    if span is not None:
+        outside = _faint(weights, span)
+        found = [layer_map(weights, *place, span, outside) for place in chosen]
+    found = [_unit(one) for one in found]
+    total = sum(c @ c.T + np.float32(GOLDEN) * (c.T @ c) + np.float32(0.5) * (c + c.T) for c in found)
+    size, vectors = np.linalg.eigh(np.asarray(total, np.float64))
+    vectors = vectors[:, np.argsort(-np.abs(size), kind="stable")[:WIDEST]].astype(np.float32)
+    own = np.stack([vectors.T @ c @ vectors for c in found])
+    return Basis(vectors if span is None else span @ vectors, own, outside)
 
 
 def _faint(weights: Weights, span: Array) -> Array:

@@ -123,7 +123,8 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
     controls = [str(family / name) for name in ("control", "control2")]
     result = commands.compare(str(tmp_path / "slim"), str(family / "base"), control=controls)
     assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(1, abs=1e-3)
-    assert result.data["base"].endswith("base") and result.data["verdict"]["label"] == SHARED
+    assert result.data["base"].endswith("base")
+    assert result.data["verdict"]["label"] == INITIALISATION  # nothing shows a later stage of training
 
 
 @pytest.mark.slow
