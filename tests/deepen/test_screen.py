@@ -209,6 +209,8 @@ def test_the_command_writes_a_page(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "CPU seconds" in said and "depth_attention" in said
     report = json.loads((tmp_path / "out" / "screen.json").read_text(encoding="utf-8"))
+    asked = [gate["content"] < 0 for gate in report["gates"] if f"{gate['mechanism']} responds" in said]
+    assert f"{sum(asked)} of the gates ask for less of it, {len(asked) - sum(asked)} for more" in " ".join(said.split())
     assert report["documents"] == 16 and len(report["gates"]) == sum(s["gates"] for s in report["summaries"])
     assert "<table" in (tmp_path / "out" / "screen.html").read_text(encoding="utf-8")
     assert main([*command, "--with", "loop", "--out", str(tmp_path / "out")]) != 0

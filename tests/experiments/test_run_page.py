@@ -51,6 +51,19 @@ def test_a_prompt_is_continued_and_seen_through_the_lens(runs: Path) -> None:
     assert (runs / "a" / "report-lens.html").is_file()
 
 
+def test_a_run_whose_source_is_not_here_has_a_page(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, code in (("a", 0), ("stopped", 2)):
+        run = shutil.copytree(runs / name, tmp_path / name)
+        text = (run / "recipe.yaml").read_text(encoding="utf-8")
+        (run / "recipe.yaml").write_text(text.replace("model:\n", "model:\n  from_pretrained: elsewhere/model\n", 1))
+        assert main(["report", str(run), "--against", str(runs / "b")]) == code
+    assert "model.from_pretrained=elsewhere/model" in capsys.readouterr().err
+    page = (tmp_path / "a" / "report.html").read_text(encoding="utf-8")
+    assert "elsewhere/model" in page.partition("Keys that differ")[2].partition("</table>")[0]
+
+
 def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:
     run = read_run(runs / "stopped")
     mixed = [

@@ -62,9 +62,11 @@ def gate_rows(gates: list[Gate]) -> list[list[str]]:
 def verdict(found: Screened) -> str:
     """The result in one sentence."""
     best = max(found.summaries, key=lambda one: one.z2_content)
+    less = sum(gate.content < 0 for gate in found.gates if gate.mechanism == best.mechanism)
     return (
-        f"Of {len(found.summaries)} mechanisms, {best.mechanism} asks most for what it would read (content): a mean z² "
-        f"of {best.z2_content:.1f} over {best.gates} gates, where chance gives {found.chance:.2f}."
+        f"Of {len(found.summaries)} mechanisms, {best.mechanism} responds most to what it would read (content): a mean "
+        f"z² of {best.z2_content:.1f} over {best.gates} gates, where chance gives {found.chance:.2f}. {less} of the "
+        f"gates ask for less of it, {best.gates - less} for more."
     )
 
 

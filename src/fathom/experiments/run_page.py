@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
@@ -106,7 +106,15 @@ def read_run(directory: Path) -> RunFacts:
         raise SettingsError(f"{directory}: no run of fathom train (it has no {RECIPE} and {METRICS})")
     recipe = load_recipe(directory / RECIPE)
     result = RunResult.of(directory) if (directory / RESULT).is_file() else None
-    return RunFacts(directory, recipe, estimate(recipe), read_metrics(directory), result)
+    return RunFacts(directory, recipe, estimate(_here(directory, recipe)), read_metrics(directory), result)
+
+
+def _here(directory: Path, recipe: Recipe) -> Recipe:
+    """The recipe; the finished model, of the same shape, stands in for its source, which may be gone or elsewhere."""
+    source, model = recipe.model.get("from_pretrained"), finished_model(directory)
+    if source is None or model is None:
+        return recipe
+    return replace(recipe, model={**recipe.model, "from_pretrained": str(model)})
 
 
 def run_page(run: RunFacts, extras: Extras) -> str:
