@@ -450,7 +450,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: `key=value` words that override the file.
     """
     if isinstance(overrides, str):
-        raise SettingsError(f"overrides is a list of words: [{overrides!r}]")
+        raise SettingsError(f"overrides={overrides!r}: allowed: a list of strings, such as [{overrides!r}]")
     values = read_values(find_recipe(path))
     require_kind(values, str(path), "train")
     return parse_recipe(values, overrides)

@@ -109,7 +109,7 @@ def test_faulty_masks_are_seen(fault, seen, monkeypatch):
 
 def test_what_is_refused():
     model = model_of("llama")
-    with pytest.raises(ValueError, match="pyramidkv has budgets for the entries of a prompt"):
+    with pytest.raises(ValueError, match="pyramidkv compresses a prompt once"):
         build_cache(model, PyramidKV, window=64)
     with pytest.raises(ValueError, match="beta must be at least 1"):
         PyramidKV(Once(100, 4, 40), Rope(model.config), beta=0.5)

@@ -249,7 +249,7 @@ def portrait(a: str, out: Path | None = None) -> Result:
     """Draw the portrait of a model or of a card, and print its six words.
 
     Args:
-        a: A model, or a card that `card` wrote.
+        a: A model, or a card that `fathom lineage card` wrote.
         out: The PNG to write; by default the name of the model with .png, in the current directory.
     """
 

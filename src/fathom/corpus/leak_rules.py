@@ -10,6 +10,7 @@ Up to eight words, label words ("Answer: (b)", "He replied:") and the other choi
 answer; the answer may also stand before its question, as in a row whose keys are sorted, or behind reasons that end
 with "so the answer is". An answer that any text has, such as `no` or `3`, counts only after label words. Runs that
 several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
+Questions with errors in them are found by `damaged.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus import near
+from fathom.corpus import damaged
 from fathom.corpus.benchmarks import Item, filled, plain, plain_all
 from fathom.corpus.folding import Folded, attributes, bare, folded, rejoined
 from fathom.corpus.recipe import Decontaminate
@@ -181,7 +182,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
             look_up(number, ANSWERED, one.stem)
         elif size < rules.whole and len(one.filled) < rules.whole and not by_run:
             short.append(items[number].id)
-    return _packed(entries) | near.seeds_of(items, groups_of(items)), Unfound(template, short)
+    return _packed(entries) | damaged.seeds_of(items, groups_of(items)), Unfound(template, short)
 
 
 def _shared(
@@ -239,7 +240,7 @@ class Matcher:
             self._tables[length] = _table(length, indices)
         self._met: dict[tuple[int, int], list[str]] = {}
         """The plain texts of items that a run led to: a long question has a run at every word."""
-        self._near = near.Near(indices, items)
+        self._near = damaged.Near(indices, items)
         self._seeds = _sieve(self._near.seeds)
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[tuple[int, Hit]]]:
@@ -259,8 +260,8 @@ class Matcher:
         words = words_of([one.text for one in texts])
         found: list[set[tuple[int, Hit]]] = [set() for _ in texts]
         seeds: tuple[NDArray[np.int64], ...] = ()
-        for length, runs, places in words.runs_of({*self._tables, near.SEED}):
-            if length == near.SEED and nearly:
+        for length, runs, places in words.runs_of({*self._tables, damaged.SEED}):
+            if length == damaged.SEED and nearly:
                 seeds = _known(runs, places, self._near.seeds, self._seeds)
             if length not in self._tables:
                 continue
@@ -288,7 +289,7 @@ class Matcher:
             if (text, benchmark, asked.item) in done:
                 continue
             bounds = int(words.bounds[text]), int(words.bounds[text + 1])
-            said = near.Said(texts[text].text, words.starts, words.ends, bounds)
+            said = damaged.Said(texts[text].text, words.starts, words.ends, bounds)
             if not (span := self._near.span(asked, pair, said)):
                 continue
             first, last = span

@@ -41,7 +41,7 @@ Array = np.ndarray
 STRIDE = 4
 """Every so many layers is a source of mixers on a grid and of `stream`."""
 BATCH = 8
-"""Documents in a forward pass, whose sources stand in for one another."""
+"""Documents in a forward pass; for `content` each one also reads the others' sources."""
 
 
 @dataclass(frozen=True, kw_only=True)

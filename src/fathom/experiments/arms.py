@@ -13,7 +13,7 @@ from fathom.models import FathomConfig
 from fathom.models.cost import count_parameters, training_visits
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, differences, parse_recipe
-from fathom.training.counted import step_flops
+from fathom.training.trained_flops import step_flops
 
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")

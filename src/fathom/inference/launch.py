@@ -21,12 +21,12 @@ from transformers.utils import logging
 from fathom.checkpoints.open import Opening
 from fathom.errors import FathomError, SettingsError
 from fathom.inference.access import to_stderr
+from fathom.inference.cache_memory import default_memory
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Keys, Timed, read_keys
 from fathom.inference.generate import check_drafts
 from fathom.inference.huge_pages import exchange
 from fathom.inference.layout import LAYOUTS
-from fathom.inference.memory import default_memory
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.iterations import check_trips

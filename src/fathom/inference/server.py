@@ -44,11 +44,11 @@ from fathom.inference.api import (
 from fathom.inference.api_responses import NAMED, ResponsesBody
 from fathom.inference.api_structure import Tool
 from fathom.inference.batches import trips_of
+from fathom.inference.cache_memory import default_memory
 from fathom.inference.control import special_names
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate, Keys
 from fathom.inference.layout import Layout, lay_out
-from fathom.inference.memory import default_memory
 from fathom.inference.metrics import exposition
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables

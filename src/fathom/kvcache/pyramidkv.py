@@ -36,7 +36,7 @@ class PyramidKV(SnapKV):
         super().__init__(schedule, rope, observed, kernel)
         self.beta = beta
         if not isinstance(schedule, Once):
-            raise ValueError("pyramidkv has budgets for the entries of a prompt: use compressed(model, PyramidKV)")
+            raise ValueError("pyramidkv compresses a prompt once, not a window: use compressed(model, PyramidKV)")
         if not beta >= 1:
             raise ValueError(f"beta must be at least 1, got {beta}")
 

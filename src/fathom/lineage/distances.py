@@ -5,7 +5,8 @@ family tree: ‖x − z‖² = ‖x − y‖² + ‖y − z‖² for y between x
 attention do. They need numbers in one order; a permuted or rotated copy is in another one.
 
 Two models that were trained from x go alike at first, because gradients agree, so at x the angle between them is less
-than a right one. If nothing lies at their fork, each is as far from the other as from x: an angle of 60 degrees.
+than a right one. If x is not their common ancestor but a third descendant of it, all three are equally far apart: an
+angle of 60 degrees at x.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ from fathom.models.recurrences.pondering import MixtureOptions
 from fathom.models.registry import mechanism, mechanism_name, recurrence_class
 from fathom.recipe import Recipe
 from fathom.training.build import mixture_of
-from fathom.training.counted import step_flops_range
 from fathom.training.distill import teacher_of
 from fathom.training.kvcache import compressions
 from fathom.training.optimizer import Share, freeze, shares
+from fathom.training.trained_flops import step_flops_range
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from fathom.training.build import Training
-from fathom.training.counted import step_flops
 from fathom.training.results import StepMetrics
+from fathom.training.trained_flops import step_flops
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 transformers' own class reads a family's configuration, so that missing keys have the defaults of the family's authors.
 Keys that most families share are translated here; a family's file adds the rest. `keys.py` says what is done with keys
-that a family does not read.
+that a family does not read, and with types of rotary embedding.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 
 An expert has 1/k of the channels of `intermediate_size`, so that a token costs as much as in the dense MLP, and the
 router. Tokens are sorted by expert and each expert is called once. No expert has a capacity, so no token is dropped.
+The loss that balances them is in `hosts/router.py`.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def attend_by_rule(
 ) -> tuple[Tensor, None]:
     """Like transformers' attention functions, with a rule instead of a mask. Biases are added to capped logits."""
     if dropout:
-        raise ValueError(f"attention_dropout={dropout}: attn_implementation={FLEX} has none")
+        raise ValueError(f"attention_dropout={dropout}: attn_implementation={FLEX} has no dropout: set it to 0")
     groups, bias = query.shape[1] // key.shape[1], rule.bias
     if query.shape[1] & (query.shape[1] - 1):  # its kernels share keys among powers of two of heads
         key, value, groups = repeat_kv(key, groups), repeat_kv(value, groups), 1

@@ -1,4 +1,7 @@
-"""The default of `--cache-memory`: bytes for the keys and values of all texts."""
+"""The default of `--cache-memory`: bytes for the keys and values of all texts.
+
+Whether a prompt waits for room is decided in `engine.py`.
+"""
 
 from __future__ import annotations
 

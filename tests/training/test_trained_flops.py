@@ -8,9 +8,9 @@ from fathom.experiments.arms import arm_recipes, parse_arms
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import training_flops_per_token
 from fathom.recipe import Recipe, load_recipe
-from fathom.training.counted import step_flops, trained_share
 from fathom.training.estimate import estimate
 from fathom.training.optimizer import freeze
+from fathom.training.trained_flops import step_flops, trained_share
 
 LENGTH = 63
 SMALL = [f"data.sequence_length={LENGTH}", "train.tokens_per_step=126", "train.micro_batch=2", "model.mixer=none"]
