@@ -9,6 +9,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -26,9 +27,11 @@ from fathom.experiments.stages import STAGES, State
 from fathom.experiments.tuning import FLAT
 from fathom.models.cost import count_parameters
 from fathom.recipe import load_recipe
+from fathom.report.statistics import holm
 from tests.experiments.fake import Planted, write_ladder
 
 ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
+CONTRASTS = "gain=better - again, twice=better + better - vanilla - again"
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, **what: object) -> Planted:
@@ -39,6 +42,7 @@ def planted(monkeypatch: pytest.MonkeyPatch, **what: object) -> Planted:
 
 
 def make(tmp_path: Path, arms: str = ARMS, **rules: object) -> Ladder:
+    rules = {"contrasts": CONTRASTS if arms == ARMS else "", **rules}
     return load_ladder(write_ladder(tmp_path / "ladder.yaml", **rules), arms)
 
 
@@ -74,6 +78,22 @@ def test_the_planted_multiplier_is_found(whole) -> None:
     assert "times the compute (95 % interval" in report.verdict and "to match better" in report.verdict
     assert "again and vanilla do not differ significantly" in report.verdict
     assert "2 of 2 came true" in report.verdict
+
+
+def test_contrasts_are_tested_with_the_arms(whole) -> None:
+    report, out = whole
+    names = ("vanilla", "again", "better")
+    *_, top = losses = [[arm_of(report, name).rungs[i].loss for name in names] for i in range(len(report.rungs))]
+    gain, twice = report.contrasts
+    for (_, again, better), difference in zip(losses, gain.rungs.values(), strict=True):
+        assert difference.mean == pytest.approx(fmean(better) - fmean(again)) and difference.pairs == len(again)
+    last = twice.rungs[len(losses)]
+    assert last.mean == pytest.approx(2 * fmean(top[2]) - fmean(top[0]) - fmean(top[1]))
+    family = [*(arm for arm in report.arms if arm.p is not None), gain.rungs[len(losses)], last]
+    assert [one.p_holm for one in family] == holm([one.p for one in family])
+    assert gain.rungs[1].p_holm is None, "smaller sizes are shown, not tested"
+    assert f"At the largest size the contrast gain (better − again) is {gain.rungs[len(losses)]} nats" in report.verdict
+    assert "Contrasts of several arms" in (out / "report.html").read_text(encoding="utf-8")
 
 
 def test_tuning_reports_the_rates_that_ran(whole) -> None:
@@ -231,7 +251,8 @@ def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None
     shutil.copytree(out, tmp_path / "out")
     (tmp_path / "out/prediction.json").unlink()  # which would tell; a ladder of two rungs has none
     before = (tmp_path / "out/report.json").read_bytes()
-    words = ["ladder", str(write_ladder(tmp_path / "l.yaml", tokens_per_parameter=[11])), "--arms", ARMS, "--report"]
+    other = write_ladder(tmp_path / "l.yaml", tokens_per_parameter=[11], contrasts=CONTRASTS)
+    words = ["ladder", str(other), "--arms", ARMS, "--report"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
     assert "a ladder with another plan; different: ladder.tokens_per_parameter\n" in capsys.readouterr().err
     assert (tmp_path / "out/report.json").read_bytes() == before
@@ -542,6 +563,10 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"lr_exponents": "[.nan, 0, 0]"}, r"ladder.lr_exponents=\[nan, 0.0, 0.0\]: allowed: a finite number"),
         ({"lr_exponents": [0, -5000, 0]}, r"ladder.lr_exponents=\[0.0, -5000.0, 0.0\]: allowed: -10 to 10 each"),
         ({"mlp_multiple": 10**22}, f"ladder.mlp_multiple={10**22}: allowed: 1 to 1048576"),
+        (
+            {"contrasts": "gain=better - nobody"},
+            "contrasts=gain=better - nobody: nobody is no arm; there are vanilla, ",
+        ),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: sizes from small to large"),

@@ -45,6 +45,13 @@ class Contrast:
         return paired_difference(*sides) if seeds else None
 
 
+def sentence(name: str, arms: str, value: Difference) -> str:
+    """A contrast's value in words."""
+    if value.half_width is None:
+        return f"the contrast {name} ({arms}) is {value}, without an interval"
+    return f"the contrast {name} ({arms}) is {value} nats, {'' if value.significant else 'not '}significant"
+
+
 def parse_contrasts(text: str, arms: Collection[str]) -> tuple[Contrast, ...]:
     """Contrasts from `NAME=ARM - ARM - ARM + ARM, ...`; a name of an arm may hold a hyphen, so signs stand between
     blanks."""

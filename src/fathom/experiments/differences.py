@@ -28,7 +28,7 @@ from fathom.experiments.compare_results import (
     TrainingLoss,
     Validation,
 )
-from fathom.experiments.contrasts import Contrast
+from fathom.experiments.contrasts import Contrast, sentence
 from fathom.experiments.plan import Plan, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
@@ -124,7 +124,7 @@ def verdict(report: ComparisonReport) -> str:
         *(f"{a.name} ended {a.direction} {control.name}, {_no_interval(a)}" for a in arms if a.gap.half_width is None),
         *([str(share)] if (share := report.share_of_uniform_depth) is not None else []),
         *_rivals(report),
-        *map(_contrast, report.contrasts),
+        *(sentence(row.name, row.arms, row) for row in report.contrasts),
     ]
     limits = _conditions(report)
     return f"With {count} seeds, {scope}, {'; '.join([*parts, *limits])}{left_out}.{smoke_test(report)}"
@@ -468,13 +468,6 @@ def _rivals(report: ComparisonReport) -> list[str]:
     if row.significant:
         return [f"{low} is also lower than {high}, by {abs(row.mean):.4f} ± {row.half_width:.4f}"]
     return [f"{row.a} and {row.b} do not differ significantly"]
-
-
-def _contrast(row: ContrastGap) -> str:
-    """A contrast in words."""
-    if row.half_width is None:
-        return f"the contrast {row.name} ({row.arms}) is {row}, without an interval"
-    return f"the contrast {row.name} ({row.arms}) is {row} nats, {'' if row.significant else 'not '}significant"
 
 
 def _join(parts: Sequence[str]) -> str:

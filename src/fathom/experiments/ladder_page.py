@@ -46,7 +46,12 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 def tables(report: LadderReport) -> list[PlainTable]:
     """Tables for a terminal; the multipliers' flags are in the verdict, because the table has no room for them."""
-    return [without("flags", multiplier_rows(report)), *puzzle_tables(report), loss_rows(report)]
+    return [
+        without("flags", multiplier_rows(report)),
+        *puzzle_tables(report),
+        loss_rows(report),
+        *contrast_rows(report),
+    ]
 
 
 def page(report: LadderReport) -> str:
@@ -63,7 +68,12 @@ def page(report: LadderReport) -> str:
         html.section("Learning rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed prediction", _sealed(report)),
         html.section("The value of an iteration", _phi(report)),
-        html.section("Size by size", html.table(*loss_rows(report)), _seed_control(report)),
+        html.section(
+            "Size by size",
+            html.table(*loss_rows(report)),
+            *(html.table(*rows) for rows in contrast_rows(report)),
+            _seed_control(report),
+        ),
         html.section("The multiplier in other costs", _views(report)),
         html.section("The law and the noise", _law(report)),
         html.section("Sizes", html.table(*_sizes(report)), html.table(*_cells(report))),
@@ -149,6 +159,23 @@ def loss_rows(report: LadderReport) -> PlainTable:
         columns,
         rows,
     )
+
+
+def contrast_rows(report: LadderReport) -> list[PlainTable]:
+    """The contrasts at every size; no table without one."""
+    sizes = [rung for rung in report.rungs if rung.budget == 0]
+    rows = []
+    for row in report.contrasts:
+        values = [row.rungs.get(size.index) for size in sizes]
+        top = values[-1].p_holm if values[-1] is not None else None
+        cells = [DASH if value is None else f"{value} ({value.pairs})" for value in values]
+        rows.append([row.name, row.arms, *cells, DASH if top is None else f"{top:.3f}"])
+    columns = ["contrast", "arms", *(f"{short(size.parameters, 3)}" for size in sizes), "Holm p"]
+    caption = (
+        "Contrasts of several arms in nats per token, seed by seed (seeds), by parameters; Holm's p is that of the "
+        "largest size, in one family with the arms' p"
+    )
+    return [(caption, columns, rows)] if rows else []
 
 
 def _solved(row: PuzzleShares) -> str:

@@ -225,6 +225,16 @@ class SeedControl:
 
 
 @dataclass(frozen=True)
+class ContrastRow:
+    """A contrast of several arms at each size at which they share a seed, by the size's index."""
+
+    name: str
+    arms: str
+    """The arms with their signs."""
+    rungs: dict[int, Difference]
+
+
+@dataclass(frozen=True)
 class Phi:
     """φ, the value of an iteration, with its 95 % interval, or why it was not estimated."""
 
@@ -334,6 +344,7 @@ class LadderReport(Provenance):
     law: Law | None
     prediction: PredictionRow | None
     seed_control: SeedControl | None
+    contrasts: list[ContrastRow]
     phi: Phi | None
     puzzle: PuzzleResult | None
     diverged: list[DivergedRun]

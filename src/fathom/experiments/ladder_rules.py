@@ -49,6 +49,8 @@ class Rules(Section, section="ladder"):
     """with three sizes or more: predict the largest one and seal the prediction before it is trained"""
     check: bool = True
     """try half and twice the learning rate at the largest size"""
+    contrasts: str = ""
+    """sums of losses of several arms, tested at the largest size: NAME=ARM - ARM - ARM + ARM, separated by commas"""
     pairs: int = 12
     """timing rounds per arm, in the order A B B A; 0 for none"""
 

@@ -15,10 +15,12 @@ from scipy.interpolate import make_interp_spline
 from fathom.experiments.acquisition import puzzle_result, puzzle_words
 from fathom.experiments.arms import Arm, tokens, without_embeddings
 from fathom.experiments.compare_results import TimeRatio
+from fathom.experiments.contrasts import Contrast, sentence
 from fathom.experiments.ladder_results import (
     ArmRow,
     Cell,
     Check,
+    ContrastRow,
     CrossedInterval,
     CurvePoint,
     DivergedRun,
@@ -58,7 +60,7 @@ from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.trips.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import adjust, paired_difference
+from fathom.report.statistics import Difference, adjust, paired_difference
 
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
@@ -99,11 +101,13 @@ def summarize(state: State, source: Provenance) -> LadderReport:
     stage, pending = progress(state)
     tuned = state.finished_tuning is not None
     arms = [_arm(state, arm) for arm in ladder.every_arm] if tuned else []
+    contrasts = [_contrast(state, one) for one in ladder.contrasts] if tuned else []
     if not any(added.finished for added in ladder.added):  # seeds that came after results judge nothing
+        tops = [row.rungs[ladder.sizes[-1].index] for row in contrasts if ladder.sizes[-1].index in row.rungs]
         if len(ladder.all_sizes) > 1:
-            adjust(arms)
+            adjust([*arms, *tops])
         elif stage == "done":  # Holm's correction needs all arms
-            _judge_losses([arm for arm in arms if not arm.matched])
+            _judge_losses([arm for arm in arms if not arm.matched], tops)
     report = LadderReport(
         **vars(source),
         ladder=ladder.sha256,
@@ -118,6 +122,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         law=_law(arms),
         prediction=_prediction(state, arms) if tuned else None,
         seed_control=_seed_control(state) if tuned else None,
+        contrasts=contrasts,
         phi=_phi(state) if tuned else None,
         puzzle=puzzle_result(state) if tuned else None,
         diverged=_diverged(state),
@@ -341,10 +346,20 @@ def _diverged(state: State) -> list[DivergedRun]:
     return rows
 
 
-def _judge_losses(arms: Sequence[ArmRow]) -> None:
+def _contrast(state: State, contrast: Contrast) -> ContrastRow:
+    """A contrast at every size at which its arms share a seed."""
+    arms = [arm for arm in state.ladder.arms if arm.name in contrast.arms]
+    found = {
+        size.index: contrast.of({arm.name: state.losses(size, arm) for arm in arms}) for size in state.ladder.sizes
+    }
+    rungs = {index: value for index, value in found.items() if value is not None}
+    return ContrastRow(contrast.name, str(contrast), rungs)
+
+
+def _judge_losses(arms: Sequence[ArmRow], contrasts: Sequence[Difference]) -> None:
     """For a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
     gaps = [arm.rungs[0].difference for arm in arms]
-    adjust([gap for gap in gaps if gap is not None])
+    adjust([*(gap for gap in gaps if gap is not None), *contrasts])
     for arm, gap in zip(arms, gaps, strict=True):
         if gap is not None:
             arm.p, arm.p_holm = gap.p, gap.p_holm
@@ -446,8 +461,16 @@ def verdict(report: LadderReport) -> str:
         parts += puzzle_words(report.control, report.puzzle)
     elif not told:
         parts += _one_size(report, arms) or [UNDECIDED]
+    parts += _contrast_words(report)
     parts += _seal_words(report)
     return _lines(parts, [arm.name for arm in report.arms])
+
+
+def _contrast_words(report: LadderReport) -> list[str]:
+    """The contrasts at the largest size."""
+    top = max((rung.index for rung in report.rungs), default=0)
+    where = "" if len(report.rungs) == 1 else "at the largest size "
+    return [where + sentence(row.name, row.arms, row.rungs[top]) for row in report.contrasts if top in row.rungs]
 
 
 def _lines(parts: list[str], names: list[str]) -> str:

@@ -18,6 +18,7 @@ from fathom.checkpoints.layout import LADDER
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops, without_embeddings
+from fathom.experiments.contrasts import Contrast, parse_contrasts
 from fathom.experiments.ladder_rules import Rules, ladders_folder
 from fathom.experiments.plan import Plan, check, plan_file
 from fathom.experiments.scaling import ESTIMATOR
@@ -139,6 +140,11 @@ class Ladder:
     def every_arm(self) -> tuple[Arm, ...]:
         """The arms, and the widened controls that match their parameters."""
         return (*self.arms, *(matched for matched in map(self._matched_name, self.arms[1:]) if matched is not None))
+
+    @cached_property
+    def contrasts(self) -> tuple[Contrast, ...]:
+        """The contrasts of its arms."""
+        return parse_contrasts(self.rules.contrasts, [arm.name for arm in self.arms])
 
     def first_seed(self) -> int:
         """The first seed of the ladder's runs."""
@@ -391,6 +397,7 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
         if arm.name.startswith(MATCHED):
             raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
         _check_rate(ladder, arm)
+    _ = ladder.contrasts  # refuses a wrong one
     if ladder.control.own_steps:
         raise SettingsError(
             f"arm {ladder.control.name}: train.steps is set by the ladder's sizes, whose tokens are the control's; "
