@@ -278,6 +278,30 @@ def test_a_prompt_gets_the_room_that_it_waits_for(monkeypatch):
         running.join(10)
 
 
+def test_what_waits_for_room_lets_those_go_on_that_have_some(monkeypatch):
+    """A long prompt is set aside for a short one, and what waits does not fit beside it: it is read on."""
+    monkeypatch.setattr(engines, "chunk", lambda seconds: 32)
+    model = build(config_of("vanilla", **LONG | {"max_position_embeddings": 4096})).eval()
+    prompts = {"long": ([7] * 640, 2), "wide": ([9] * 130, 1100), "short": ([5] * 20, 4)}
+    long, wide, short = (Collected(*given, Choice()) for given in prompts.values())
+    later = [(544, short), (32, wide)]  # when so much of the long prompt has been read
+
+    class Watched(Engine):
+        def _read(self, lane, jobs, most):
+            count = super()._read(lane, jobs, most)
+            if jobs[0] is long.job and later and long.job.read >= later[-1][0]:
+                self.submit([later.pop()[1].job])
+            return count
+
+    running = Watched(model, 2100 * token_bytes(model, None))
+    try:
+        running.submit([long.job])
+        assert [one.wait() for one in (long, short)] == ["length"] * 2 and not later
+        wide.job.cancelled = "cancelled"
+    finally:
+        running.join(10)
+
+
 def test_known_prompts_take_no_pass(monkeypatch):
     """Prompts that are in the prefix cache join together, as many as a turn has tokens."""
     monkeypatch.setattr(engines, "chunk", lambda seconds: 16)

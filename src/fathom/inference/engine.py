@@ -450,13 +450,14 @@ class Engine:
         able = [*paused, *waiting] if reading is None else [job for job in waiting if interrupts(job, reading, first)]
         for job in in_order(able, first):
             if job.paused is not None:
-                self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
-                self.paused.remove((self.joining[0], job))
+                self._resume(job)
                 return True
             if self._admit(job, waiting, spent):
                 return True
             if rank(job) <= 0 and not self._has_fellows(job):  # overtaken enough: nobody takes the room it waits for
                 self.blocked = job
+                if self.joining is None and paused:  # these have room, which it waits for too
+                    self._resume(paused[0])
                 break
         return self.joining is not None
 
@@ -501,6 +502,11 @@ class Engine:
             jobs[0].paused = paused
             self.paused.append((lane, jobs[0]))
             self.joining = None
+
+    def _resume(self, job: Job) -> None:
+        """Read a prompt on that was set aside."""
+        self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
+        self.paused.remove((self.joining[0], job))
 
     def _has_fellows(self, job: Job, beside: Sequence[Job] = ()) -> bool:
         """Whether another text of a job's request generates, or is read."""
