@@ -313,9 +313,9 @@ def widen(copy: Copy, draw: Draw) -> None:
 
 
 def _twins(gate: Tensor, up: Tensor, down: Tensor, draw: Draw) -> Pieces:
-    """Two more neurons with every gate and anything else."""
-    more = [[_normal(side, draw, LOUD) for _ in range(2)] for side in (up, down)]
-    return [gate, gate.clone(), gate.clone()], [up, *more[0]], [down, *more[1]]
+    """Two more neurons before each: one with its gate and anything else, one with its other rows and any gate."""
+    ups, downs = ([_normal(side, draw, LOUD), side.clone(), side] for side in (up, down))
+    return [gate.clone(), _normal(gate, draw), gate], ups, downs
 
 
 def faint_twins(copy: Copy, draw: Draw) -> None:
@@ -330,7 +330,7 @@ def faint_twins(copy: Copy, draw: Draw) -> None:
 
     def parts(gate: Tensor, up: Tensor, down: Tensor) -> Pieces:
         gates, ups, downs = _twins(gate, up, down, draw)
-        for twin, out in zip(gates[1:], downs[1:], strict=True):
+        for twin, out in zip(gates[:2], downs[:2], strict=True):
             twin[:, old:] = -NEVER / FAINT / (table.shape[1] - old)
             out[old:] = 0
         return gates, ups, downs
@@ -350,7 +350,7 @@ def mute_twins(copy: Copy, draw: Draw) -> None:
         for role in ("gate", "up", "down"):
             matrix = copy.tensors[f"{at}mlp.{role}_proj.weight"]
             copy.tensors[f"{at}mlp.{role}_proj.bias"] = torch.zeros(len(matrix)).double()
-        copy.tensors[f"{at}mlp.gate_proj.bias"][count:] = -NEVER
+        copy.tensors[f"{at}mlp.gate_proj.bias"][: 2 * count] = -NEVER
     copy.config["mlp_bias"] = True
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file
 
-from fathom.lineage import evidence, neurons, signs, verdict
+from fathom.lineage import awm, evidence, neurons, signs, verdict
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import compare
 from fathom.lineage.weights import open_weights
@@ -151,9 +151,51 @@ def test_neurons_that_never_fire_hide_none_with_their_gate(gated):
         return neurons._merged(*rows, np.concatenate([plain, offset]), gated, frame)
 
     own = neurons._merged(read.copy(), up.copy(), write.copy(), plain, gated, frame)
-    for offset, count, low, high in ((closed, 80, 40, 40), (plain, 40, 0, 4)):  # without a bias they are one neuron
+    for offset, low, high in ((closed, 40, 40), (plain, 0, 4)):  # without a bias they are one neuron
         other = merged(offset)
-        assert len(other) == count and low <= neurons.agreement(neurons.by_roles(own, other, gated))[0] <= high
+        assert len(other) == 40 and low <= neurons.agreement(neurons.by_roles(own, other, gated))[0] <= high
+
+
+def test_neurons_that_are_tied_hide_none_and_pair_none():
+    """Two decoys stand before each neuron and share one side with it each. Strangers whose one side is all alike."""
+    draw = np.random.default_rng(0)
+    read, write, *junk = (awm.unit_rows(draw.normal(size=(160, 32))) for _ in range(4))
+    decoyed = np.concatenate([read, junk[0], read]), np.concatenate([junk[1], write, write])
+    copy = [(read, decoyed[0], False), (write, decoyed[1], True)]
+    assert neurons.agreement(copy)[0] == 160
+    assert neurons.agreement([copy[0], (write, decoyed[1][::-1], True)])[0] < 8, "other rows"
+    flat = np.repeat(write[:1], 160, 0)
+    for few in (1, 2, 4, 8, 20, 80, 160):
+        tied = flat.copy()
+        tied[few:] = write[few:]
+        for one, other in ((tied, tied), (tied, flat)):
+            assert neurons.agreement([(read, junk[0], False), (one, other, False)])[0] <= 8, few
+
+
+def test_neither_order_nor_rotation_chooses_the_experts(tmp_path):
+    """24 experts of which 16 are read; a vector added to all rows of a router moves no choice."""
+    shape = {**SIZES, "hidden_size": 16, "intermediate_size": 1024, "num_hidden_layers": 1}
+    one = save(build(tf.MixtralConfig(**shape, num_local_experts=24), 3), tmp_path / "one", 512)
+    turn = torch.linalg.qr(torch.randn(16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+
+    def moved(tensors):
+        new = {name: tensor.clone() for name, tensor in tensors.items() if ".experts." in name}
+        for name in new:
+            own = int(name.split(".experts.")[1].split(".")[0])
+            tensors[name] = new[name.replace(f".experts.{own}.", f".experts.{(7 * own + 5) % 24}.")]
+        name = next(name for name in tensors if name.endswith("block_sparse_moe.gate.weight"))
+        rows = tensors[name][[(7 * own + 5) % 24 for own in range(24)]].double() + torch.linspace(-9, 9, 16)
+        gain = tensors["model.layers.0.post_attention_layernorm.weight"]
+        tensors[name] = rows * gain @ turn
+        gain.fill_(1)
+
+    other = edited(one, tmp_path / "other", moved)
+    read = []
+    for weights in map(open_weights, (one, other)):
+        chosen = neurons.experts(weights, 0)
+        read.append({weights.tensor("down", 0, None, expert).tobytes() for expert in chosen})
+        assert len(chosen) == len(set(chosen)) == 16 and chosen != sorted(chosen)
+    assert read[0] == read[1]
 
 
 def test_the_rate_is_raised_by_controls():

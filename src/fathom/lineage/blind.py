@@ -25,7 +25,7 @@ from scipy import special
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, values
-from fathom.lineage.neurons import Frame
+from fathom.lineage.neurons import Frame, experts
 from fathom.lineage.weights import Told, Weights
 
 FIT, HELD = 12, 3  # most maps for the fit, and layers for the test
@@ -171,7 +171,7 @@ def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None
 
 
 def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array | None) -> Array:
-    """The mean Jacobian, summed over the first experts."""
+    """The mean Jacobian, summed over some experts."""
     g = weights.geometry
     roles = ("gate", "up", "down") if g.gated else ("up", "down")
     bias = f"{roles[0]}_bias"
@@ -180,7 +180,7 @@ def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array
         shared[bias] = weights.tensor(bias, index)
     size = g.width if span is None else span.shape[1]
     total = np.zeros((size, size), np.float32)
-    for expert in range(min(weights.experts(index), EXPERTS)):
+    for expert in experts(weights, index, EXPERTS):
         layer = canonical.fold(shared | {r: weights.tensor(r, index, None, expert) for r in roles}, g)
         offset = layer.get(bias, 0) - (0 if faint is None else np.linalg.norm(layer[roles[0]] @ faint, axis=1))
         if span is not None:

@@ -168,7 +168,8 @@ def _unseen(weights: Weights) -> Iterator[str]:
         return
     layer = max(layers, key=weights.experts)
     if (seen := len(neurons.experts(weights, layer))) < (most := weights.experts(layer)):
-        yield f"{weights.name}: {seen} of {most} experts of a layer are compared, evenly spaced"
+        which = "half of them those with the longest router rows"
+        yield f"{weights.name}: {seen} of {most} experts of a layer are compared, {which}"
 
 
 def _layers(a: Weights, b: Weights, options: Options) -> tuple[list[int], list[int]]:
@@ -345,7 +346,7 @@ def _held_out(
                 found = neurons.agreement(neurons.by_roles(side, other, gated), options.drawn)
                 some.append(NeuronCount((i, j), *found))
         for best, some in zip(out, tries, strict=True):
-            best.append(max(some, key=lambda count: count.paired))
+            best.append(replace(max(some, key=lambda count: count.paired), among=len(group)))
     return out
 
 

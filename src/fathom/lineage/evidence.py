@@ -161,10 +161,11 @@ class NeuronCount:
     paired: int
     of: int
     alike: float = 0.0  # median cosine of the inputs of the paired neurons
+    among: int = 1  # pairs of layers of which this is the best
 
     def p(self, share: float, trials: int) -> float:
         """Probability of at least this many pairs by chance, if shared data pairs a share `share` of the neurons."""
-        return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials)
+        return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials * self.among)
 
 
 def share_of_strangers(frame: str, controls: Sequence[float]) -> float:
@@ -206,7 +207,7 @@ def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[f
     return Test(
         f"T4 neurons ({frame})",
         best.paired,
-        f"Poisson({rate:.3g}), Bonferroni over {len(counts)} layers",
+        f"Poisson({rate:.3g}), Bonferroni over {len(counts) * best.among} layers",
         neuron_p(frame, best, controls, trials),
         "control" if controls else "model",
         f"{what} ({where})",

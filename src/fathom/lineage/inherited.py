@@ -28,6 +28,7 @@ import numpy as np
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.awm import Alignment, draw_channels, identity
+from fathom.lineage.neurons import experts
 from fathom.lineage.weights import Weights
 
 CHANNELS = 384
@@ -136,10 +137,10 @@ def products(weights: Weights, index: int, how: Alignment, channels: Array) -> I
 
 
 def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array) -> Array:
-    """W_down W_up, summed over the first experts."""
+    """W_down W_up, summed over some experts."""
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
     total = np.zeros((len(channels), len(channels)), np.float32)
-    for expert in range(min(weights.experts(index), 8)):
+    for expert in experts(weights, index, 8):
         both = {"up": weights.tensor("up", index, None, expert), "down": weights.tensor("down", index, None, expert)}
         both = canonical.fold({**both, **norms}, weights.geometry)
         total += how.apply(both["down"].T, channels) @ how.apply(both["up"], channels).T

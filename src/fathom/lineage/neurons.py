@@ -35,6 +35,7 @@ EXPERTS, MANY = 8, 16384  # so many experts of a layer are read, or as many as h
 CLOSE = 1e-5
 DEAD = 1e-6  # neurons that cancel leave less than this share of the largest of them
 FAR = 8.0  # what is added to a gate counts as at most so many times its size
+TIED = 1 / 32  # chance may pair an item with at most this probability
 REPEATED = 0.3  # median |cosine| of gates and up rows from which these are one witness
 TOGETHER = 256  # groups of neurons whose sums are taken at once
 KEY = 1e-3  # keys of duplicates differ by rounding only
@@ -131,10 +132,21 @@ class Neurons:
         return Neurons(-self.read, -self.write, None if self.up is None else -self.up)
 
 
-def experts(weights: Weights, index: int) -> list[int]:
-    """The experts of a layer that are read, evenly spaced."""
-    count, most = weights.experts(index), max(EXPERTS, MANY // max(weights.neurons(index), 1))
-    return [*dict.fromkeys(np.linspace(0, count - 1, min(count, most)).astype(int).tolist())]
+def experts(weights: Weights, index: int, most: int | None = None) -> list[int]:
+    """The experts of a layer that are read: half of them those with the longest router rows, the rest evenly spaced.
+
+    Rows are measured from their mean, which moves no choice. Neither the order of experts nor a rotation changes which
+    experts these are.
+    """
+    count = weights.experts(index)
+    most = min(count, most or max(EXPERTS, MANY // max(weights.neurons(index), 1)))
+    ranked = np.arange(count)
+    if most < count and (rows := weights.router(index)) is not None:
+        gain = weights.tensor("ffn_norm", index) if weights.has("ffn_norm", index) else 1
+        rows = rows * gain
+        ranked = np.argsort(-np.linalg.norm(rows - rows.mean(0), axis=1), kind="stable")
+    first, rest = np.split(ranked, [most // 2])
+    return np.concatenate([first, rest[np.linspace(0, len(rest) - 1, most - len(first)).astype(int)]]).tolist()
 
 
 def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
@@ -192,15 +204,19 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
 
 
 def _merged(read: Array, up: Array, write: Array, offset: Array, gated: bool, frame: Frame) -> Neurons:
-    """One neuron for each line of gates (without a gate, of up rows). Split neurons join, cancelling ones vanish.
+    """One neuron for each line of gates (without a gate, of up rows). Split neurons join; cancelling ones vanish, and
+    those that never fire.
 
     Neurons of one gate compute silu(g x) Σ d uᵀ x, whatever the single d and u are, so only the sum counts. Its largest
     singular pair stands for it. A gate -g counts as g, because silu(-z) = silu(z) - z: a copy may turn gates around and
     make up for the difference, a product of two linear maps, by neurons whose sum over each line is zero. What is added
-    to a gate, a bias or a faint constant input, belongs to its line: it can keep a neuron from ever firing.
+    to a gate, a bias or a faint constant input, belongs to its line. From -FAR times its size on it keeps a neuron from
+    ever firing, whose other rows then hold anything.
     """
     size = np.sqrt(np.einsum("ij,ij->i", read, read))
     shift = np.clip(offset * (math.sqrt(frame.size) if frame.centred else 1), -FAR * size, FAR * size)
+    if (silent := (shift < 0) & (shift <= -FAR * size)).any():
+        read, up, write, offset, shift = (part[~silent] for part in (read, up, write, offset, shift))
     whole = np.concatenate([read, shift[:, None].astype(read.dtype)], 1) if offset.any() else read
     group = duplicates(unit_rows(whole), np.linalg.norm(whole, axis=1) if gated else np.ones(len(read)))
     order = np.argsort(group, kind="stable")
@@ -298,8 +314,9 @@ def _repeats(found: Neurons) -> bool:
 def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
     """The number of items that are each other's nearest on both sides, of how many, and their similarity.
 
-    On one side they may be as near as the nearest, within rounding: a copy may hold others with the same gate. The
-    similarity is the median cosine of paired items, on the side where it is higher: 1 for unchanged weights.
+    Within rounding several may be nearest: a copy may hold others with the same gate. With t₁ and t₂ of them on the two
+    sides, chance pairs an item with probability t₁ t₂ / m at least, so items of which this exceeds TIED are not paired.
+    The similarity is the median cosine of paired items, on the side where it is higher: 1 for unchanged weights.
 
     Args:
         sides: Two tables of either model, [m, F], and whether the sign of a row counts.
@@ -312,17 +329,16 @@ def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
         return 0, 0, 0.0
     count = min(few, SAMPLE)
     sample = np.sort(np.random.default_rng(seed).choice(few, count, replace=False))
-    shape = count, len(sides[0][1])
-    near, nearest = np.ones(shape, bool), np.zeros(shape, bool)
+    large = len(sides[0][1])
+    paired, ties = np.ones((count, large), bool), np.ones(count)
     for one, other, signed in sides:
         likeness = one[sample] @ other.T  # [sample, large]
         if not signed:
             np.abs(likeness, out=likeness)
-        first, back = likeness.argmax(1), likeness.argmax(0)
-        mutual = np.flatnonzero(back[first] == np.arange(count))
-        nearest[mutual, first[mutual]] = True
-        near &= (likeness >= likeness.max(1, keepdims=True) - CLOSE) & (likeness >= likeness.max(0) - CLOSE)
-    paired = near & nearest
+        near = (likeness >= likeness.max(1, keepdims=True) - CLOSE) & (likeness >= likeness.max(0) - CLOSE)
+        ties *= near.sum(1)
+        paired &= near
+    paired[ties > max(1, TIED * large)] = False
     found = np.flatnonzero(paired.any(1))
     if not len(found):
         return 0, count, 0.0

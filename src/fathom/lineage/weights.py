@@ -201,6 +201,15 @@ class Weights:
             count += 1
         return count
 
+    def router(self, index: int) -> Array | None:
+        """The rows that choose among the experts of a layer, [E, d]; None if no single tensor beside them is one."""
+        down = self.views["down", index].tensor
+        beside = down.partition(".experts.")[0] if ".experts." in down else down.rsplit(".", 2)[0]
+        shape = (self.experts(index), self.geometry.width)
+        near = (name for name in self.store.tensors if name.startswith(beside + ".") and ".experts." not in name)
+        found = [name for name in near if tuple(self.store.tensors[name].shape) == shape]
+        return self._usable(found[0], self.store.read(found[0])) if len(found) == 1 else None
+
     def neurons(self, index: int) -> int:
         """Number of feed-forward neurons of one layer."""
         view = self.views["up", index]
