@@ -27,8 +27,8 @@ from fathom.errors import DataError, SettingsError
 from fathom.evaluation.harness import TaskResult, fitted, items_of
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read_domains, score
-from fathom.evaluation.results import ScoresReport
-from fathom.evaluation.scores_page import interval_notes
+from fathom.evaluation.results import CheckpointScores, ScoresReport
+from fathom.evaluation.scores_page import interval_notes, verdict
 from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
 
@@ -373,6 +373,10 @@ def test_out_gets_a_page_that_explains_intervals(exported: Path, tmp_path: Path,
     assert "Intervals" not in capsys.readouterr().out
     assert "deep minus vanilla: " in page and "tested differences from vanilla are significant" in page
     assert "fewer than 20 documents, too few for an interval" in (tmp_path / "report.html").read_text()
+    unpaired = ScoresReport(
+        "", {name: CheckpointScores(name, None, None, {}, {}, [], {}) for name in "ab"}, None, None, []
+    )
+    assert verdict(unpaired) == "No difference from a could be paired, so there is no interval and no test."
 
 
 def test_no_table_is_wider_than_the_terminal(exported: Path, capsys, monkeypatch) -> None:

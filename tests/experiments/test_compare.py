@@ -279,6 +279,10 @@ def test_an_arm_as_large_as_another(small: Recipe):
     wide = parse_arms("six=vanilla;model.num_hidden_layers=6,wide=loop;model.intermediate_size=as-large-as-six")
     one, other = (count_parameters(recipe.config()) for recipe in arm_recipes(small, wide, "tokens").values())
     assert other == pytest.approx(one, rel=0.01)
+    many = "model.num_hidden_layers=1;model.experts=70;model.experts_per_token=70;model.intermediate_size"
+    wide = parse_arms(f"six=vanilla;model.num_hidden_layers=6,wide=vanilla;{many}='as-large-as-six'")
+    found = arm_recipes(small, wide, "tokens")["wide"].model["intermediate_size"]
+    assert isinstance(found, int) and found % 70 == 0
 
 
 @pytest.mark.parametrize(
@@ -291,6 +295,7 @@ def test_an_arm_as_large_as_another(small: Recipe):
         ("model.recurrence_options.trips=as-large-as-vanilla", "one of model.experts and"),
         ("model.recurrence_options.tripz=2;model.experts=as-large-as-vanilla", "tripz"),
         ("model.num_hidden_layers=30;model.intermediate_size=as-large-as-vanilla", "is nearest, with"),
+        ("model={intermediate_size: as-large-as-vanilla}", "one of model.experts and"),
     ],
 )
 def test_a_number_that_cannot_be_found(small: Recipe, words: str, why: str):

@@ -286,6 +286,10 @@ def test_a_long_verdict_is_told_clause_by_clause(full: ComparisonReport):
     lines = ["With 2 seeds, a is lower.", "For b it is not.", "a_b and b are alike.", "This is short."]
     assert said.splitlines() == lines and "\n" not in full.verdict and page(full).count("<p>With ") == 1
     assert clauses("b is better (0 %; p = 1); so is a.", ["b"]) == "b is better (0 %; p = 1).\nSo is a."
+    assert (
+        clauses("It is so, e.g. here; b-c, a and d are alike.", ["b-c"])
+        == "It is so, e.g. here.\nb-c, a and d are alike."
+    )
 
 
 @pytest.mark.quick("390-True")

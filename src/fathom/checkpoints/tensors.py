@@ -334,7 +334,8 @@ def warn_of_unread(directory: str | Path, names: Iterable[str], read: set[str]) 
     unread = sorted(name for name in names if name.lower().endswith(kinds) and not _SKIPPED.match(name))
     if read and (unread := [name for name in unread if name not in read]):
         chosen = min(read) if len(read) == 1 else f"{min(read)} and the {len(read) - 1} other shards"
-        warnings.warn(f"{directory}: the weights are read from {chosen}, not from {', '.join(unread)}", stacklevel=3)
+        others = ", ".join(unread[:3]) + (f" and {len(unread) - 3} more" if len(unread) > 3 else "")
+        warnings.warn(f"{directory}: the weights are read from {chosen}, not from {others}", stacklevel=3)
 
 
 def is_pickle(name: str) -> bool:

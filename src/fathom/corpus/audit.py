@@ -235,6 +235,6 @@ def _recall_table(name: str, one: Audited) -> str:
     ]
     note = (
         "Questions of the benchmark were planted with their answers in excerpts of the documents, at random. Forms "
-        f"that were all found are left out; {REPORT} has all {len(one.recall)}."
+        f"that were all found at the lengths where any was are left out; {REPORT} has all {len(one.recall)}."
     )
     return table(f"Planted questions found, by words of the question: {name}", ("form", *lengths), rows, (), note)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
@@ -58,7 +59,7 @@ def command(model: str, ranked: Sequence[Ranked]) -> str:
     """The command that adds the best loop."""
     best = ranked[0].candidate
     loop = f"loop:trips={best.trips},damping={best.damping:g}"
-    return f"fathom deepen {model} --with {loop} --layers {best.layers} --out DIR"
+    return shlex.join(["fathom", "deepen", model, "--with", loop, "--layers", best.layers, "--out", "DIR"])
 
 
 def _rows(ranked: Sequence[Ranked]) -> list[list[str]]:

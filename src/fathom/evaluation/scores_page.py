@@ -63,6 +63,8 @@ def _whole_text(report: ScoresReport, first: str) -> Iterator[str]:
 def _significant(report: ScoresReport, first: str) -> str:
     """How many differences are significant, of those that have an interval."""
     tested = [gap for gap in report.gaps() if gap.low is not None]
+    if not list(report.gaps()):
+        return f"No difference from {first} could be paired, so there is no interval and no test."
     if not tested:
         return f"There are fewer than {LEAST_DOCUMENTS} documents, too few for an interval or a test."
     found = sum(gap.significant for gap in tested)

@@ -21,6 +21,8 @@ LONGEST = 100
 """Characters of an arm's name, which names files and directories."""
 NEAR = 0.05
 """By how much of its parameters such an arm may differ from the other one."""
+MOST_REFUSED = 1024
+"""Numbers from 1 on that such a key is tried with, until it takes two."""
 AS_LARGE = "as-large-as-"
 """In front of an arm's name as the value of a key: the number that gives both arms as many parameters."""
 OPEN = ("model.experts", "model.intermediate_size")
@@ -69,7 +71,7 @@ class Arm:
     @property
     def open(self) -> list[int]:
         """Places of the overrides that wait for a number."""
-        return [i for i, word in enumerate(self.overrides) if word.partition("=")[2].strip().startswith(AS_LARGE)]
+        return [i for i, word in enumerate(self.overrides) if AS_LARGE in word.partition("=")[2]]
 
     @property
     def own_steps(self) -> bool:
@@ -115,7 +117,7 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     if not arm.open:
         return arm
     place, *more = arm.open
-    key, _, value = (word.strip() for word in arm.overrides[place].partition("="))
+    key, _, value = (word.strip(" '\"") for word in arm.overrides[place].partition("="))
     name, others = value.removeprefix(AS_LARGE), {one.name: one for one in arms if not one.open}
     if more or key not in OPEN or name not in others:
         raise SettingsError(
@@ -131,17 +133,13 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
 
     wanted = without_embeddings(others[name].recipe(base).config())
     first, step = _allowed(parameters)
-    low, high = 0, 1
-    while parameters(first + high * step) < wanted:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if parameters(first + middle * step) < wanted else (low, middle)
-    nearest = min((first + low * step, first + high * step), key=lambda number: abs(parameters(number) - wanted))
-    if abs(parameters(nearest) - wanted) > NEAR * wanted:
+    least = parameters(first)
+    each = parameters(first + step) - least  # parameters are linear in the number
+    nearest = first + step * max(0, round((wanted - least) / each))
+    if abs((found := parameters(nearest)) - wanted) > NEAR * wanted:
         raise SettingsError(
-            f"arm {arm.name}: {key}={value}: {nearest} is nearest, with {parameters(nearest):,} parameters for "
-            f"{wanted:,}; write the number to accept it"
+            f"arm {arm.name}: {key}={value}: {nearest} is nearest, with {found:,} parameters for {wanted:,}; write the "
+            "number to accept it"
         )
     return with_number(nearest)
 
@@ -149,7 +147,7 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
 def _allowed(parameters: Callable[[int], int]) -> tuple[int, int]:
     """The first number that a key may have, and the step to the next one."""
     found: list[int] = []
-    for number in range(1, 65):
+    for number in range(1, MOST_REFUSED + 1):
         try:
             parameters(number)
         except SettingsError as error:

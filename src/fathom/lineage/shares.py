@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -92,14 +93,16 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
             raise ModelError(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
     out = np.zeros((first.layers, len(models), len(models)))
     blocks = list(chunks(len(models), TOGETHER))
+    together = 2 * min(len(models), TOGETHER)
     for layer in range(first.layers):
         progress(f"layer {layer + 1} of {first.layers}")
         for role in (r for r in MATRICES if all(w.has(r, layer) for w in models)):
             for at, block in enumerate(blocks):
                 rows = _rows(models[block], role, layer)
-                out[layer, block, block] += _products(rows, rows)
+                kind = np.float64 if together * rows[0].size < 1 << 25 else np.float32  # one for all blocks of a matrix
+                out[layer, block, block] += _products(rows, rows, kind)
                 for rest in blocks[at + 1 :]:
-                    found = _products(rows, _rows(models[rest], role, layer))
+                    found = _products(rows, _rows(models[rest], role, layer), kind)
                     out[layer, block, rest] += found
                     out[layer, rest, block] += found.T
     return out
@@ -109,10 +112,9 @@ def _rows(models: Sequence[Weights], role: str, layer: int) -> Array:
     return np.stack([w.tensor(role, layer).reshape(-1) for w in models])
 
 
-def _products(one: Array, other: Array) -> Array:
+def _products(one: Array, other: Array, kind: type[np.floating[Any]]) -> Array:
     """Inner products of all rows with all others, without overflow."""
     sizes = [max(float(np.abs(side).max()), 1e-30) for side in (one, other)]
-    kind = np.float64 if one.size + other.size < 1 << 25 else np.float32
     left, right = (side.astype(kind) / kind(size) for side, size in zip((one, other), sizes, strict=True))
     return np.asarray(left @ right.T, np.float64) * sizes[0] * sizes[1]
 

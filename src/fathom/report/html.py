@@ -31,8 +31,8 @@ def clauses(verdict: str, names: Iterable[str]) -> str:
 
     A clause ends outside of brackets.
     """
-    lines = [line.rstrip(".") for line in re.split(r"[.;] (?![^(]*\))", verdict)]
-    kept = tuple(f"{name}{after}" for name in names for after in (" ", "'"))
+    lines = [line.rstrip(".") for line in re.split(r"(?<!e\.g)[.;] (?![^(]*\))", verdict)]
+    kept = tuple(f"{name}{after}" for name in names for after in " ',:")
     return "\n".join(f"{line if line.startswith(kept) else line[:1].upper() + line[1:]}." for line in lines)
 
 

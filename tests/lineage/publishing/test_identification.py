@@ -84,7 +84,13 @@ def test_the_ancestor_is_the_first_candidate(library, tmp_path, kinds):
 def test_a_stranger_has_no_candidate(library, tmp_path):
     stranger = save(build(tiny_config(), 399, trained=True), tmp_path / "stranger", 512)
     found = identify(open_weights(stranger), library, 7, QUIET)
-    assert not found.related and not found.controls and "no controls" in found.notes[0]
+    assert not found.related and not found.controls and "no model of this shape beyond the nearest 7" in found.notes[0]
+    (cards_alone := tmp_path / "library").mkdir()
+    for path in library.glob("*.json"):
+        text = path.read_text().replace(str(library / "model-"), str(tmp_path / "gone-"))
+        (cards_alone / path.name).write_text(text)
+    alone = identify(open_weights(stranger), cards_alone, 1, QUIET)
+    assert "could not be compared and 0 are related" in alone.notes[0] and "no model" not in alone.notes[0]
     reasons = [reason for one in found.candidates for reason in one.reasons]
     assert identification.NO_CONTROLS in reasons and verdict.GIVE_CONTROLS not in reasons
     gone = next(one for one in found.candidates if one.name.endswith("gone"))

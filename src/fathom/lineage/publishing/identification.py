@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 from fathom.errors import FathomError
@@ -115,14 +117,20 @@ def identify(
     progress("card")
     own = cards.card(weights)
     hits = cards.search(own, cards.in_library(library))
-    used = list(_controls(weights, own, hits[top:], options, progress))
+    alike = list(islice(_of_shape(hits[top:], own), TRIED))
+    used = list(_controls(weights, alike, options, progress))
     controls = [(other, pair) for other, pair in used if not pair.convicts()]
     kin = {other.name for other, pair in used if pair.convicts()}
     near = hits[:top] + [hit for hit in hits[top:] if _where(hit) in kin]
     found = [_candidate(weights, hit, controls, options, progress) for hit in near]
     refused = {name: f"related to {weights.name}, so it is a candidate" for name in kin}
     told = tuple(Control(other.name, refused.get(other.name, "")) for other, _ in used)
-    none = f"The library has no model of this shape beyond the nearest {top}, so there are no controls."
+    none = (
+        f"The library has no model of this shape beyond the nearest {top}, so there are no controls."
+        if not alike
+        else f"Of {len(alike)} further models of this shape {len(alike) - len(used)} could not be compared and "
+        f"{len(kin)} are related, so there are no controls."
+    )
     notes = () if controls else (none,)
     ranked = tuple(sorted(found, key=lambda one: one.rank))
     return Identification(weights.name, len(hits), options.nonce, ranked, told, (*notes, *NOTES))
@@ -140,18 +148,23 @@ def _opened(hit: cards.Hit) -> Weights:
     return open_weights(f"{where}@{card.revision}" if remote else where)
 
 
-def _controls(
-    weights: Weights, own: Card, hits: Sequence[cards.Hit], options: Options, progress: Told
-) -> Iterator[tuple[Weights, Pair]]:
-    """Models of the same shape with the least similar cards, until enough are unrelated to the model."""
-    usable, tried, quick = 0, 0, options.of_controls()
+def _of_shape(hits: Sequence[cards.Hit], own: Card) -> Iterator[cards.Hit]:
+    """Models of the same shape, the least similar first."""
     for hit in reversed(hits):
-        if usable == CONTROLS or tried == TRIED:
+        with suppress(FathomError, OSError):
+            if cards.read_card(Path(hit.file)).structure == own.structure:
+                yield hit
+
+
+def _controls(
+    weights: Weights, hits: Sequence[cards.Hit], options: Options, progress: Told
+) -> Iterator[tuple[Weights, Pair]]:
+    """Those of some models that can be compared, until enough are unrelated to the model."""
+    usable, quick = 0, options.of_controls()
+    for hit in hits:
+        if usable == CONTROLS:
             return
         try:
-            if cards.read_card(Path(hit.file)).structure != own.structure:
-                continue
-            tried += 1
             other = _opened(hit)
             with holding(weights, other):
                 pair = measure(weights, other, quick, lambda at, name=hit.name: progress(f"control {name}: {at}"))  # type: ignore[misc]
