@@ -64,6 +64,28 @@ def test_a_run_whose_source_is_not_here_has_a_page(
     assert "elsewhere/model" in page.partition("Keys that differ")[2].partition("</table>")[0]
 
 
+def test_losses_of_different_texts_are_not_subtracted(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes tell, whatever the tokenizer: twice the tokens, each of half as many bytes, are of the same text."""
+    score = json.loads((runs / "a" / "result.json").read_text())["evaluation"]
+    cut = {"tokens": score["tokens"] // 2}
+    other = {"tokens": 2 * score["tokens"], "loss": score["loss"] / 2}
+    for name, changes in (("a", {}), ("cut", cut), ("other", other)):
+        run = shutil.copytree(runs / "a", tmp_path / name)
+        result = json.loads((run / "result.json").read_text())
+        result["evaluation"] |= changes
+        (run / "result.json").write_text(json.dumps(result))
+    said = {}
+    for name in ("cut", "other"):
+        assert main(["report", str(tmp_path / name), "--against", str(tmp_path / "a")]) == 0
+        said[name] = capsys.readouterr().out
+    assert "different held-out text" in said["cut"] and "minus" not in said["cut"]
+    assert "other minus a: +0.0000 bits per byte" in said["other"]
+    assert main(["report", str(tmp_path)]) == 0
+    assert "none is called the best" in Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+
+
 def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:
     run = read_run(runs / "stopped")
     mixed = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,13 +17,13 @@ from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.errors import SettingsError
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.recipe import Recipe
+from fathom.recipe import Recipe, load_recipe
 from fathom.training import build_training, train
 from fathom.training.distill import forward_kl
 from tests import processes
 from tests.tiny import tiny_recipe
 
-from .conftest import At
+from .conftest import At, StopAt
 
 
 def log_softmax(x: np.ndarray) -> np.ndarray:
@@ -105,6 +106,29 @@ def test_a_teacher_with_another_vocabulary_or_a_shorter_context(recipe: Recipe, 
         export(FathomForCausalLM(FathomConfig(**{**config, key: value})), tmp_path / key)
         with pytest.raises(SettingsError, match=message):
             build_training(recipe.override(f"distill.teacher={tmp_path / key}"))
+
+
+def test_a_run_goes_on_with_its_own_teacher(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is resumed from; in another folder the name that was typed is another model's, or nobody's."""
+    for place, seed in (("here", 0), ("there", 1)):
+        torch.manual_seed(seed)
+        export(FathomForCausalLM(recipe.config()), tmp_path / place / "teacher")
+    wanted = recipe.override(
+        "distill.teacher=teacher", "train.steps=4", "train.log_every=1", "train.checkpoint_every=1"
+    )
+    monkeypatch.chdir(tmp_path / "here")
+    run = tmp_path / "run"
+    train(wanted, run, callbacks=[StopAt(2)])
+    monkeypatch.chdir(tmp_path / "there")
+    with pytest.raises(SettingsError, match="another recipe; different: distill"):
+        train(wanted, run)
+    assert train(load_recipe(run / "recipe.yaml"), shutil.copytree(run, tmp_path / "again")).finished
+    weights = tmp_path / "there" / "teacher" / "model.safetensors"
+    shutil.copy(weights, tmp_path / "here" / "teacher" / "model.safetensors")
+    (tmp_path / "here" / "teacher" / "weights.sha256").unlink()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(SettingsError, match="differs from the teacher with which this run began"):
+        train(wanted, run)
 
 
 # --- healing ----------------------------------------------------------------------------------------------------------

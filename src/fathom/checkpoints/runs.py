@@ -194,7 +194,11 @@ def config_of(block: Mapping[str, object]) -> FathomConfig:
     if source is None:
         return _built(keys)
     try:
-        require_shapes(_stored(str(source), keys), keys)
+        stored = _stored(str(source), keys)
+    except ValueError as error:
+        raise ModelError(f"model.from_pretrained={source}: {error}") from error
+    try:
+        require_shapes(stored, keys)
     except ValueError as error:
         whole = f"model=null model.from_pretrained={source} drops the recipe's whole model block"
         raise ModelError(f"model.from_pretrained={source}: {error}; {whole}") from error
@@ -229,10 +233,19 @@ def _configured(source: str, **keys: object) -> FathomConfig:
     """The configuration of the model in `from_pretrained`, overridden by the keys."""
     directory = model_directory(source)
     if directory is not None:
+        if not (directory / CONFIG).is_file():
+            raise ModelError(f"{directory}: no {CONFIG} there, and no run")
         return FathomConfig.from_pretrained(directory, **keys)
     run, step = run_and_step(source) or (Path(source), None)
+    try:
+        config = config_of(_recipe_of(run).model)
+    except ModelError as error:
+        finished = finished_model(run) if step is None else None  # of the same shape, where the run's source is gone
+        if finished is None:
+            raise ModelError(f"its recipe's {error}") from error
+        return FathomConfig.from_pretrained(finished, **keys)
     with torch.device("meta"):
-        model = FathomForCausalLM(config_of(_recipe_of(run).model))
+        model = FathomForCausalLM(config)
     # As in the run's export at this step, by default the last: schedules have their value there.
     model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
     return FathomConfig.from_dict(model.settled_config().to_dict(), **keys)

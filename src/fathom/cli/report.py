@@ -44,7 +44,7 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Read, write, and print the page's path."""
     from fathom.checkpoints.find import finished_model
-    from fathom.experiments.run_page import Extras, read_run, runs_in, write_front_page, write_run_page
+    from fathom.experiments.run_page import Extras, difference, read_run, runs_in, write_front_page, write_run_page
 
     if not options.run.is_dir():
         raise SettingsError(f"{options.run}: no such directory")
@@ -65,11 +65,13 @@ def run(options: Namespace) -> int:
         where = (options.out or options.run / "report.html").with_name("report-lens.html")
         extras.samples, extras.lens = _samples(options.run, options.prompt, where), where
     page = write_run_page(found, extras, options.out)
+    gap = [] if extras.against is None else difference(found, extras.against)
     if options.json:
         cost = dataclasses.asdict(found.cost)
-        print(to_json({"page": page, "verdict": found.verdict, "result": found.result, "cost": cost}))
+        told = {"against": gap} if extras.against is not None else {}
+        print(to_json({"page": page, "verdict": found.verdict, "result": found.result, "cost": cost, **told}))
     else:
-        print(f"{found.verdict}\n{page}")
+        print("\n".join([found.verdict, *gap, str(page)]))
     return 0
 
 

@@ -72,6 +72,7 @@ class RunFacts:
             skipped = list(takewhile(bool, (line["skipped"] for line in self.metrics[::-1] if "skipped" in line)))
             lost = f" The last {len(skipped)} were skipped: their loss was not finite, or their gradient too large."
             said = f"The run is unfinished: {self.step} of {steps} steps, {short(tokens)} tokens."
+            said += " Only its result is missing." if self.step == steps else ""
             return said + (lost if skipped else "")
         score = self.result.evaluation
         held = "The corpus has no held-out split." if score is None else (
@@ -115,6 +116,11 @@ def _here(directory: Path, recipe: Recipe) -> Recipe:
     if source is None or model is None:
         return recipe
     return replace(recipe, model={**recipe.model, "from_pretrained": str(model)})
+
+
+def difference(run: RunFacts, other: RunFacts) -> list[str]:
+    """The difference of two runs' held-out losses, in a sentence; empty if one has none."""
+    return [*_gap([run, other], _names([run, other]))]
 
 
 def run_page(run: RunFacts, extras: Extras) -> str:
@@ -183,15 +189,15 @@ def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def _overview(runs: Sequence[RunFacts]) -> str:
-    """How many runs are finished, and which predicts its held-out text best."""
+    """How many runs are finished, and which predicts the held-out text best, if all read the same."""
     finished = [(run, run.result.evaluation) for run in runs if run.result is not None]
     words = [f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(finished)} finished."]
     scored = [(score.bits_per_byte, run) for run, score in finished if score is not None]
-    if len(scored) > 1:
+    if len({score.bytes for _, score in finished if score is not None}) > 1:
+        words.append("They were scored on different held-out text, so none is called the best.")
+    elif len(scored) > 1:
         least, best = min(scored, key=lambda pair: pair[0])
-        words.append(
-            f"{best.directory.name} has the fewest bits per byte, {least:.4f}; compare runs of the same held-out text."
-        )
+        words.append(f"{best.directory.name} has the fewest bits per byte, {least:.4f}.")
     return " ".join(words)
 
 
@@ -289,6 +295,10 @@ def _gap(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
     """The difference of two held-out losses."""
     scores = [None if run.result is None else run.result.evaluation for run in runs]
     if len(scores) == 2 and scores[0] is not None and scores[1] is not None:
+        if scores[0].bytes != scores[1].bytes:
+            sizes = " and ".join(f"{score.bytes:,}" for score in (scores[0], scores[1]))
+            yield f"They were scored on different held-out text ({sizes} bytes), so no difference is given."
+            return
         gap = scores[0].bits_per_byte - scores[1].bits_per_byte
         words = f"{names[0]} minus {names[1]}: {signed(gap)} bits per byte on the held-out split, without an interval."
         yield f"{words} `fathom evaluate` pairs them by document."
@@ -301,6 +311,8 @@ def _difference(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
     ours, theirs = (values_of(run.recipe) for run in runs)
     keys = differences(runs[0].recipe, runs[1].recipe, ignore=())
     rows = [[key, str(ours.get(key, DASH)), str(theirs.get(key, DASH))] for key in keys]
+    built = [run.cost.mechanism for run in runs]
+    rows = [["mechanism, as built", *built], *rows] if len(set(built)) > 1 else rows
     return html.table("Keys that differ", ["key", *names], rows) or html.paragraph("The recipes are equal.")
 
 

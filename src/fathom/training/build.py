@@ -37,7 +37,7 @@ from fathom.training.parallel import (
     whole,
 )
 from fathom.training.results import StepMetrics
-from fathom.training.source import model_of, source_of
+from fathom.training.source import fingerprint, model_of, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
@@ -63,6 +63,7 @@ class Training:
     """peft's wrapper of the model, if only adapters are trained."""
     teacher: FathomForCausalLM | None = None
     """The model from which this one is distilled."""
+    teacher_fingerprint: str | None = None
 
     @property
     def micro_batch(self) -> int:
@@ -158,7 +159,8 @@ def build_training(
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device, recipe.optim.clip or 0.0)
     teacher = open_teacher(recipe, ranks)
-    return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters, teacher)
+    known = None if recipe.distill.teacher is None else fingerprint(recipe.distill.teacher)
+    return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters, teacher, known)
 
 
 def check_device(recipe: Recipe, device: str) -> None:

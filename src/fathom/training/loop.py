@@ -92,18 +92,31 @@ def train(
         raise SettingsError("train(recipe, run_dir): a recipe needs a directory")
     place = Path(place)
     require_place(planned, place)
-    planned.config()
-    require_backends(planned)
-    ranks = start(planned)
     if not resume and (place / RECIPE).exists():
         raise SettingsError(f"{place} already contains a run")
     result = _result(place)
     if result is not None:
         return result
+    planned.config()
+    require_backends(planned)
+    ranks = start(planned)
     with ExitStack() as stack:
         if ranks.first:
             stack.enter_context(claimed(place))
         return Run(recipe, place, ranks, callbacks, stack, command).train()
+
+
+def _require_same_inputs(trainer: TrainerState, training: Training, branches: bool) -> None:
+    """Refuse to go on with another corpus, or with another teacher unless the run branches."""
+    recipe = training.recipe
+    if trainer.corpus != training.data.fingerprint:
+        raise SettingsError(
+            f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
+        )
+    if trainer.teacher != training.teacher_fingerprint and not branches:
+        raise SettingsError(
+            f"distill.teacher={recipe.distill.teacher}: differs from the teacher with which this run began"
+        )
 
 
 def claimed(run_dir: Path) -> AbstractContextManager[None]:
@@ -131,7 +144,7 @@ class Run:
         branch = planned if isinstance(planned, Branch) and planned.begins else None
         recipe = planned.recipe if isinstance(planned, Branch) else planned
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
-        self._recipe_text = recipe.to_yaml()
+        self._recipe_text = recipe.from_root().to_yaml()
         self.display = Display(recipe.track.display if ranks.first else "none", recipe.train.steps)
         if name := recipe.model.get("from_pretrained"):
             self.display.say(f"opening {name}")
@@ -148,10 +161,8 @@ class Run:
         saved = self.checkpoints.newest() if branch is None else branch.origin
         self.training = build_training(recipe, ranks, begins=saved is None)
         trainer = None if saved is None else trainer_state(saved)
-        if trainer is not None and trainer.corpus != self.training.data.fingerprint:
-            raise SettingsError(
-                f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
-            )
+        if trainer is not None:
+            _require_same_inputs(trainer, self.training, branch is not None)
         ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
             self._settle(branch, command)
@@ -286,6 +297,7 @@ class Run:
                 tokens=self.tokens,
                 corpus=self.training.data.fingerprint,
                 tokenizer=self.training.data.tokenizer_identity,
+                teacher=self.training.teacher_fingerprint,
                 world_size=self.ranks.world_size,
                 torch=str(torch.__version__),
                 hooks=self.hooks.state(),
@@ -323,7 +335,7 @@ class Run:
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         collections = self.training.plan.epochs(self.step)
         found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
-        facts = Facts(self._recipe_text, found.step, found.tokens, asdict(evaluation))
+        facts = Facts(self.recipe.to_yaml(), found.step, found.tokens, asdict(evaluation))
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         if self.ranks.first:
             write_json(self.run_dir / RESULT, found)

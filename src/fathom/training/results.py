@@ -106,6 +106,11 @@ class Evaluation(Score):
         object.__setattr__(self, "perplexity", math.exp(self.loss) if not self.loss >= 700 else math.inf)
 
     @property
+    def bytes(self) -> int:
+        """Bytes of the text that was read, which tells whether two evaluations read the same; 0 of a puzzle."""
+        return round(self.loss * self.tokens / math.log(2) / self.bits_per_byte) if self.bits_per_byte else 0
+
+    @property
     def how(self) -> str:
         """The end of a line with the perplexity: iterations if tokens halt, rounds if there were any."""
         words = [] if self.trips is None else [f"{self.trips.mean:.2f} iterations per token"]
@@ -168,6 +173,8 @@ class TrainerState:
     corpus: int
     """Fingerprint of the tokens."""
     tokenizer: str | None
+    teacher: str | None
+    """Fingerprint of its weights."""
     world_size: int
     torch: str
     hooks: dict[str, dict[str, object]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,14 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.hashes import changed
+from fathom.checkpoints.layout import MANIFEST
 from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
 from fathom.models.modeling import FathomForCausalLM
+
+SAMPLE, SAMPLES = 1 << 12, 1 << 8
+"""Bytes of a sample of a file, and the number of samples."""
 
 
 def source_of(source: str, key: str) -> Path | Saved:
@@ -28,6 +33,22 @@ def source_of(source: str, key: str) -> Path | Saved:
         one = f"{source}@step-{saved.step}"
         raise SettingsError(f"{key}={source}: not finished; name one of its checkpoints, as in {one}")
     return saved
+
+
+def fingerprint(source: str) -> str:
+    """A digest that changes with the weights: of the hashes of a run's checkpoint, or of samples of files."""
+    found, digest = model_directory(source), hashlib.blake2b(digest_size=16)
+    if found is None:
+        digest.update((find_checkpoint(source).directory / MANIFEST).read_bytes())
+        return digest.hexdigest()
+    for path in sorted(found.glob("*.safetensors")):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for at in range(0, size, max(size // SAMPLES, SAMPLE)):
+                file.seek(at)
+                digest.update(file.read(SAMPLE))
+    return digest.hexdigest()
 
 
 def model_of(source: str, key: str, config: FathomConfig | None = None) -> tuple[FathomForCausalLM, dict[str, Any]]:
