@@ -361,6 +361,19 @@ def test_command(checkpoints, tmp_path, capsys):
     assert models[0]["bits_per_token"] == pytest.approx(loss / math.log(2), abs=1e-5)
 
 
+def test_command_says_where_the_text_was_cut(checkpoints, tmp_path, capsys, monkeypatch):
+    warned = []
+    monkeypatch.setattr("transformers.tokenization_utils_base.logger.warning", lambda *words: warned.append(words))
+    source, limit = tmp_path / "text.txt", tiny_config().max_position_embeddings
+    source.write_text("a " * 4 * limit)
+    total = len(tiny_tokenizer()(source.read_text(), verbose=False).input_ids)
+    command = ["lens", str(checkpoints / "deep"), "-o", str(tmp_path / "page.html")]
+    assert main([*command, "--file", str(source)]) == 0 and warned == []
+    assert f"deep: the first {limit:,} of {total:,} tokens, " in capsys.readouterr().out
+    assert main([*command, "a b"]) == 0
+    assert "first" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -715,6 +728,8 @@ def test_two_thousand_tokens(tokenizer, visit):
     data = look(model, tokenizer, "Who fathoms the deep?\n" * 600)
     assert len(data.tokens) == 2000 and data.dropped > 0
     browser = visit(data)
+    dropped = browser.value("document.querySelector('#dropped').textContent")
+    assert dropped == f"Shown are the first 2,000 of {2000 + data.dropped:,} tokens."
     times = """new Promise(done => {
         const text = document.querySelector('#text'), times = [];
         for (let i = 0; i < 41; i++) {

@@ -28,7 +28,9 @@ def add(parser: Parser) -> None:
     parser.add_argument("--file", type=Path, metavar="FILE", help="analyse the text of a file")
     parser.add_argument("-o", "--out", type=Path, help="output page (default: lens.html, or none with --json)")
     parser.add_argument("--compare", metavar="MODEL", help="a second model with the same tokenizer, shown side by side")
-    parser.add_argument("--max-tokens", type=int, default=2000, help="maximum tokens to analyse (default: 2000)")
+    parser.add_argument(
+        "--max-tokens", type=int, default=2000, help="maximum tokens, at most the model's context (default: 2000)"
+    )
     parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
@@ -73,7 +75,7 @@ def run(options: Namespace) -> int:
         return 0
     for data in looked:
         depth = f", {sum(data.trips) / len(data.trips):.2f} iterations per token" if data.halts else ""
-        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
+        print(f"{data.model}: {data.read}, {data.bits_per_token:.2f} bits per token{depth}")
     if out is not None:
         print(f"{out}: {out.stat().st_size / 1e3:,.0f} KB")
     return 0

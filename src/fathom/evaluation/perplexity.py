@@ -393,7 +393,7 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
     """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        encode = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # noqa: E731
     else:
         from tokenizers import Tokenizer
 

@@ -118,7 +118,8 @@ function show(payload) {
   document.body.classList.toggle("pair", models.length > 1);
   $("models").innerHTML = models.map(heading).join("");
   $("dropped").hidden = !models[0].dropped;
-  $("dropped").textContent = `${count(models[0].dropped)} more tokens of this text were not looked at.`;
+  $("dropped").textContent = `Shown are the first ${count(models[0].tokens.length)} of ${
+    count(models[0].tokens.length + models[0].dropped)} tokens.`;
   if (!measures().some(([key]) => key === chosen.colour)) chosen.colour = "surprise";
   if (models.length === 1) chosen.of = "0";
   controls();

@@ -104,6 +104,12 @@ class LensData:
         return float(self.surprisal[1:].mean()) if len(self.tokens) > 1 else math.nan
 
     @property
+    def read(self) -> str:
+        """How much of the text was read, in words."""
+        count = len(self.tokens)
+        return f"the first {count:,} of {count + self.dropped:,} tokens" if self.dropped else f"{count:,} tokens"
+
+    @property
     def unshown(self) -> str:
         """Why the page has no weights, in a few words; empty if it has them, or if there are none."""
         if not self.weights:
@@ -179,7 +185,8 @@ def mixture(mixer: ValueMixer, *given: Tensor | tuple[Tensor, ...]) -> Tensor | 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether two tokenizers have the same vocabulary and split this text alike, so that two models can be compared."""
-    return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
+    ids, others = (tokenizer(text, verbose=False)["input_ids"] for tokenizer in (one, other))
+    return one.get_vocab() == other.get_vocab() and ids == others
 
 
 def require_decoder(model: object) -> None:
@@ -412,11 +419,11 @@ def watched(
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[str]]:
-    """Ids, and the stretch of text that each one adds."""
+    """Ids, and the stretch of text that each one adds; `look` cuts what is longer than the model's context."""
     if not getattr(tokenizer, "is_fast", False):
-        ids = tokenizer(text)["input_ids"]
+        ids = tokenizer(text, verbose=False)["input_ids"]
         return ids, [spell(tokenizer, i) for i in ids]
-    encoded = tokenizer(text, return_offsets_mapping=True)
+    encoded = tokenizer(text, return_offsets_mapping=True, verbose=False)
     pieces, done = [], 0
     for _, end in encoded["offset_mapping"]:
         # Offsets leave out text that a normaliser drops, and repeat for tokens that share a character.

@@ -84,7 +84,7 @@ class Frame:
 
     def ids(self, text: str) -> list[int]:
         """Tokens of a piece of a prompt."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(self, lead: str, answer: str) -> list[int]:
         """The tokens of an answer after its lead."""
