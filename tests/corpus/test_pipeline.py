@@ -280,11 +280,12 @@ def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_p
     strict = recipe_of(corpora, tokenizer, filter={"min_words": 10_000})
     with pytest.raises(DataError, match=r"clean: none of \d+ documents is kept; min_words takes \d+") as raised:
         made(tmp_path / "out", strict)
-    assert raised.value.exit_code == 1
+    assert raised.value.exit_code == 2  # the input cannot be used; nothing failed
     write_jsonl(tmp_path / "bad.jsonl", [{"other": 1}])
     unread = recipe_values({"bad": [tmp_path / "bad.jsonl"]}, tokenize={"tokenizer": tokenizer})
-    with pytest.raises(DataError, match="clean: no document could be read"):
+    with pytest.raises(DataError, match="clean: no document could be read") as raised:
         made(tmp_path / "unread", unread)
+    assert raised.value.exit_code == 2
 
 
 def test_the_command(corpora: Path, tokenizer: str, out: Path, capsys: pytest.CaptureFixture[str]) -> None:

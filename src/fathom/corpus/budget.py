@@ -38,10 +38,10 @@ def plan_budget(
     """
     for name in shares:
         if not available.get(name):
-            raise DataError(f"mix.shares.{name}: nothing of this collection is left", 1)
+            raise DataError(f"mix.shares.{name}: nothing of this collection is left")
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:
-        raise DataError("nothing is left to train on", 1)
+        raise DataError("nothing is left to train on")
     weights = whole_weights([shares.get(name, available[name]) for name in names])
     total = sum(weights)
     # N w / (W a) <= e, in whole numbers as far as e is one: N <= e a W / w.

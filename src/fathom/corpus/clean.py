@@ -73,14 +73,11 @@ class Clean(Stage):
         if counts.get("kept"):
             return
         if not counts.get("documents"):
-            raise DataError(
-                f"clean: no document could be read: see failed.jsonl in {self.workspace.stage('ingest')}", 1
-            )
+            raise DataError(f"clean: no document could be read: see failed.jsonl in {self.workspace.stage('ingest')}")
         rule = max(("empty", *RULES), key=lambda rule: counts[rule])
         raise DataError(
             f"clean: none of {counts['documents']:,} documents is kept; {rule} takes {counts[rule]:,}: "
-            f"see dropped.jsonl in {self.workspace.stage(self.name)}",
-            1,
+            f"see dropped.jsonl in {self.workspace.stage(self.name)}"
         )
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:

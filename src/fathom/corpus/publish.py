@@ -112,7 +112,7 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
             places += [(file, (split, collection, len(entries))) for file in files]
             entries.append(restored(Shard, entry))
     if not splits.get("train"):
-        raise DataError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
+        raise DataError(f"{name}: every document was held out or removed: nothing is left to train on")
     index = index_of(tokenizer, splits, {"corpus": workspace.recipe.to_dict() | {"executor": None}}, targets or None)
     draft, folder = workspace.directory / f".{name}.new", workspace.directory / name
     if repr(_published(folder)) == repr(index):  # in the same order, too
