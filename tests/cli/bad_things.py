@@ -112,6 +112,8 @@ def _texts(place: Path) -> None:
         "plain.jsonl.xz": LINE,
         "cut.jsonl.xz": lzma.compress(LINE * 1000)[:-20],
         "plain.jsonl.zst": LINE,
+        "packed.jsonl": gzip.compress(LINE * 40),
+        "packed.txt": lzma.compress(LINE * 40),
         "plain.parquet": LINE,
         "empty.parquet": b"",
         "plain.arrow": LINE,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
 import glob
 import gzip
+import io
 import json
+import lzma
 import os
+import re
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +149,38 @@ def test_json_that_is_lines(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "in" / "settings.json").write_text("[]")
     prepare([str(tmp_path / "in")], tmp_path / "beside", tokenizer, held_out=0)
     assert list(documents(tmp_path / "beside", "train")) == ["one", "two"]
+
+
+def _zipped(text: bytes) -> bytes:
+    with zipfile.ZipFile(held := io.BytesIO(), "w") as archive:
+        archive.writestr("text", text)
+    return held.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("pack", "says"),
+    [
+        (gzip.compress, "gzip data, not text: name it {}.gz, or unpack it"),
+        (lzma.compress, "xz data, not text: name it {}.xz, or unpack it"),
+        (bz2.compress, "bzip2 data, not text: name it {}.bz2, or unpack it"),
+        (lambda text: b"\x28\xb5\x2f\xfd" + text, "zstd data, not text: name it {}.zst, or unpack it"),
+        (_zipped, "zip data, not text: unpack it"),
+    ],
+    ids=["gzip", "xz", "bzip2", "zstd", "zip"],
+)
+def test_packed_data_under_the_name_of_a_text_is_never_read(pack: Callable[[bytes], bytes], says: str, tmp_path: Path):
+    text = b'{"text": "PK BZh fathoms"}\n'
+    for name, separator in (("a.jsonl", None), ("a.txt", None), ("a.txt", ""), ("a.csv", None)):
+        reading = Reading(separator=separator, undecodable="replace")
+        (tmp_path / name).write_bytes(pack(text))
+        with pytest.raises(DataError, match=re.escape(f"{name} contains {says.format(name)}")):
+            next(find_sources([str(tmp_path / name)], reading)[0].documents(reading))
+    (tmp_path / "a.txt").write_bytes(text[10:])  # letters that are also the beginning of a zip
+    (source,) = find_sources([str(tmp_path / "a.txt")], Reading())
+    assert next(source.documents(Reading())).text == text[10:].decode()
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(gzip.compress(text)))
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz contains gzip data, not text: unpack it"):
+        next(find_sources([str(tmp_path / "a.jsonl.gz")], Reading())[0].documents(Reading()))
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: str) -> None:

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TextIO, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TextIO, TypeAlias, cast
 from urllib.parse import parse_qsl
 
 from fathom.data.cloud import RemoteFile, find_remote, is_url
@@ -47,6 +47,14 @@ HUB = "hf:"
 ALL_FIELDS = "*"
 """The name of a text field that stands for all fields of a record."""
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
+PACKED = {
+    "gzip": (rb"\x1f\x8b", ".gz"),
+    "xz": (rb"\xfd7zXZ\x00", ".xz"),
+    "bzip2": (rb"BZh[1-9]1AY&SY", ".bz2"),
+    "zstd": (rb"\x28\xb5\x2f\xfd", ".zst"),
+    "zip": (rb"PK\x03\x04", ""),
+}
+"""How packed files begin, and the extension with which they are read."""
 JSON = ".json"  # JSON lines, as C4 names them
 TEXT = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".css", ".go"),
@@ -330,7 +338,7 @@ def _refuse_prepared(folder: Path) -> None:
 
 def _refuse_list(file: Path) -> None:
     """Refuse a `.json` file that is one list; Fathom reads an object on every line."""
-    with opened(file) as data:
+    with _unpacked(file) as data:
         begins = data.read(COMPRESSED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if begins == b"[":
         remedy = f"`jq -c '.[]' {shlex.quote(str(file))} > FILE.jsonl` writes its items as lines"
@@ -502,6 +510,19 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
         raise
 
 
+@contextmanager
+def _unpacked(path: Path) -> Iterator[IO[bytes]]:
+    """A file of text as bytes, refused if it is packed in a way that its extension does not tell."""
+    with opened(path) as file:
+        begins = cast("io.BufferedReader", file).peek(16)
+        for name, (magic, suffix) in PACKED.items():
+            if re.match(magic, begins):
+                rename = suffix and path.suffix.lower() not in COMPRESSIONS
+                way = f"name it {path.name}{suffix}, or unpack it" if rename else "unpack it"
+                raise DataError(f"{path} contains {name} data, not text: {way}")
+        yield file
+
+
 def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
     module = _require(compression, str(path))
     if compression == "zstandard":
@@ -546,7 +567,7 @@ class _Frames(io.RawIOBase):
 
 def _lines(path: Path, reading: Reading) -> Iterator[bytes | None]:
     limit = reading.max_record_bytes
-    with opened(path) as file:
+    with _unpacked(path) as file:
         number = 0
         while line := file.readline(limit + 1):
             number += 1
@@ -567,7 +588,7 @@ def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> 
     """
 
     def records(path: Path, reading: Reading) -> Iterator[bytes | None]:
-        with _foreign(str(path)), opened(path) as file, _text_of(file) as text:
+        with _foreign(str(path)), _unpacked(path) as file, _text_of(file) as text:
             for number, row in enumerate(rows(text, str(path))):
                 line = json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogateescape")
                 if len(line) > reading.max_record_bytes:
@@ -594,7 +615,7 @@ def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
     blank, lines = separator is not None and not separator.strip(), reading.separator == LINES
     document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
     number, first, begins = 1, True, True
-    with opened(path) as file:
+    with _unpacked(path) as file:
         while line := file.readline(reading.max_record_bytes):
             line, first = line.removeprefix(codecs.BOM_UTF8) if first else line, False
             ends = begins and (not line.strip() if blank else line.rstrip(b"\r\n") == separator)
@@ -621,7 +642,7 @@ class Parts(NamedTuple):
 def parts_of(path: Path) -> Parts | None:
     """The parts of a text file that is to become several documents: paragraphs, else lines; None if it is one line."""
     texts, blank = 0, False
-    with opened(path) as file:
+    with _unpacked(path) as file:
         while line := file.readline(COMPRESSED_BYTES):
             if line.strip():
                 if blank and texts:
@@ -633,7 +654,7 @@ def parts_of(path: Path) -> Parts | None:
 
 
 def _read_file(path: Path, reading: Reading) -> bytes | None:
-    with opened(path) as file:
+    with _unpacked(path) as file:
         data = file.read(reading.max_record_bytes + 1)
     if len(data) <= reading.max_record_bytes:
         return data.removeprefix(codecs.BOM_UTF8)
