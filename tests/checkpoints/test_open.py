@@ -78,6 +78,13 @@ def an_unknown_architecture(d):
     edit(d / "config.json", model_type="stranger", architectures=["Stranger"])
 
 
+def stored(d, dtype, name="model.layers.1.self_attn.q_proj.weight"):
+    """One tensor as another kind of number."""
+    tensors = load_file(d / WEIGHTS)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, d / WEIGHTS, {"format": "pt"})
+
+
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 OUTSIDE = json.dumps({"weight_map": {"x": "../../x.safetensors"}})
 HOSTILE = {
@@ -104,6 +111,8 @@ HOSTILE = {
     ),
     "a linked folder": (lambda d: (d / "folder").symlink_to(d.parent), "link that leaves"),
     "a pipe": (lambda d: os.mkfifo(d / "pipe"), "neither a file nor a directory"),
+    "integers": (lambda d: stored(d, torch.int32), "'model.layers.1.self_attn.q_proj.weight' is stored as I32, not as"),
+    "complex numbers": (lambda d: stored(d, torch.complex64), "is stored as C64, not as floats"),
     "an adapter": (lambda d: (d / "adapter_config.json").write_text("{}"), "adapter"),
     "downloaded attention": (
         lambda d: edit(d / "config.json", attn_implementation="someone/kernel"),
@@ -288,6 +297,24 @@ def test_checking_imports_no_torch_model(whole):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_integers_that_are_no_weights_are_let_through(copy):
+    """A mask or positions in the files of another family, and the weights of a packed format."""
+    stored(copy, torch.float16)
+    assert check_checkpoint(copy)
+    tensors = load_file(copy / WEIGHTS)
+    others = {"h.0.attn.bias": torch.ones(1, 1, 4, 4, dtype=torch.uint8), "embeddings.position_ids": torch.arange(4)}
+    save_file({**tensors, **others}, copy / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ModelError, match="is stored as"):
+        check_checkpoint(copy)  # none of ours is of integers
+    edit(copy / "config.json", model_type="gpt2")
+    assert check_checkpoint(copy)
+    stored(copy, torch.int8)
+    with pytest.raises(ModelError, match="is stored as I8"):
+        check_checkpoint(copy)
+    edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    assert check_checkpoint(copy)
 
 
 @pytest.mark.parametrize("name", ["nowhere.gguf", "models/nowhere.gguf", "/nowhere/at/all.gguf"])

@@ -7,6 +7,8 @@ opened, nothing is downloaded, and no code of the directory runs.
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from fathom.checkpoints.layout import (
@@ -19,11 +21,25 @@ from fathom.checkpoints.layout import (
     WEIGHTS,
 )
 from fathom.checkpoints.origin import LocalOrigin, read_json
-from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index, warn_of_unread
+from fathom.checkpoints.tensors import (
+    FLOATS,
+    SafetensorsStore,
+    TensorInfo,
+    is_pickle,
+    read_header,
+    read_index,
+    warn_of_unread,
+)
 from fathom.errors import ModelError
 
 NEVER_OPENED = {"training_args.bin"}
 """Pickles that other trainers save next to the weights, and that neither Fathom nor transformers opens."""
+OWN = "fathom"
+"""The `model_type` of exports, in which every tensor is a weight."""
+WEIGHT = re.compile(r"(\.weight|\.bias|_proj)$")
+"""Names of weights in other families' files, where GPT-2's masks `[1, 1, T, T]` are called biases, too."""
+QUANTISED = ("quantization_config", "compression_config")
+"""Keys that say in which packed format weights are stored."""
 
 
 def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, object]:
@@ -57,11 +73,25 @@ def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, o
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
                 raise ModelError(f"config.json: {key} names code to download ({config[key]!r:.80})")
-        read = _check_weights(origin, files, weights)
+        tensors = _check_weights(origin, files, weights)
+        _require_floats(tensors, config)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
+    read = {info.file for info in tensors.values()}
     warn_of_unread(directory, [name for name in files if "/" not in name], read)
     return config
+
+
+def _require_floats(tensors: Mapping[str, TensorInfo], config: Mapping[str, object]) -> None:
+    """Refuse weights that are stored as integers, which transformers would convert, unless they are quantised."""
+    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
+    if any(key in part for part in parts for key in QUANTISED):
+        return
+    for name, info in tensors.items():
+        is_weight = config.get("model_type") == OWN or (WEIGHT.search(name) and len(info.shape) < 4)
+        if is_weight and info.dtype not in FLOATS:
+            said = f"is stored as {info.dtype}, not as floats, and {CONFIG} names no packed format"
+            raise ModelError(f"{info.file}: tensor {name!r:.120} {said}")
 
 
 def _files(directory: Path) -> set[str]:
@@ -83,9 +113,9 @@ def _files(directory: Path) -> set[str]:
     return found
 
 
-def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> set[str]:
-    """Check all weights; returns the files that are read."""
-    read: set[str] = set()
+def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> dict[str, TensorInfo]:
+    """Check all weights; returns the tensors of the files that are read."""
+    read: dict[str, TensorInfo] = {}
     single = {name for name in files if name.endswith(".safetensors")}
     if needed and not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
         raise ModelError("no safetensors weights")
@@ -96,9 +126,10 @@ def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> set[st
         shards = set(weight_map.values())
         if absent := sorted(shards - files):
             raise ModelError(f"{index}: shard {absent[0]!r:.80} is missing")
-        SafetensorsStore(origin, sorted(shards), weight_map)
+        store = SafetensorsStore(origin, sorted(shards), weight_map)
         single -= shards
-        read = shards if index == INDEX else read
-    for name in sorted(single):
-        read_header(origin, name)
-    return {WEIGHTS} if WEIGHTS in files else read or {name for name in single if "/" not in name}
+        read = store.tensors if index == INDEX else read
+    headers = {name: read_header(origin, name) for name in sorted(single)}
+    if WEIGHTS in files:
+        return headers[WEIGHTS]
+    return read or {name: info for file, found in headers.items() if "/" not in file for name, info in found.items()}
