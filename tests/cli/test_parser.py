@@ -7,6 +7,7 @@ from importlib import import_module
 import pytest
 
 from fathom.cli.parser import Parser
+from fathom.errors import SettingsError
 
 
 @pytest.mark.parametrize(
@@ -34,3 +35,22 @@ def test_parameters_are_shown_as_flags(command: str, message: str, shown: str) -
     parser = Parser(prog=command)
     import_module(f"fathom.cli.{command}").add(parser)
     assert parser.in_flags(message) == shown
+
+
+def test_a_text_may_begin_with_a_dash() -> None:
+    """And what is no text may not, so that a misspelt flag stays an error."""
+    parser = Parser(prog="prepare")
+    import_module("fathom.cli.prepare").add(parser)
+    for text in ("---", "--", "- -", "-s", "--sep=a"):
+        for words in (["--separator", text], [f"--separator={text}"]):
+            assert parser.parse(["a.txt", "--out", "b", *words]).separator == text
+    for words in (["--out", "---"], ["--out", "b", "--separator", "--eos-token=x"], ["--out", "b", "---"]):
+        with pytest.raises(SettingsError, match=r"unrecognized arguments: ---|expected one argument"):
+            parser.parse(["a.txt", *words])
+    parser = Parser(prog="generate")
+    import_module("fathom.cli.generate").add(parser)
+    with pytest.raises(SettingsError, match="--- title; a text that begins with -- follows a --"):
+        parser.parse(["model", "--- title"])
+    assert parser.parse(["model", "--", "--- title"]).prompt == "--- title"
+    with pytest.raises(SettingsError, match=r"unrecognized arguments: --wrong \("):
+        parser.parse(["model", "--wrong"])

@@ -20,7 +20,9 @@ from fathom.recipe import describe
 from fathom.settings import convert, help_of
 from fathom.values import allowed
 
-MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
+TEXTS = {"prompt", "text", "system", "separator", "eos_token", "api_key"}
+"""Arguments that are any text, which may begin with a dash."""
+MAY_BE_EMPTY = {*TEXTS, "command"}
 """Arguments that accept an empty string or check it themselves."""
 
 Group: TypeAlias = argparse._ActionsContainer
@@ -102,12 +104,25 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> Namespace:
         """Parse words, with flags and positional arguments in any order. `given` holds the flags as they were typed."""
+        words = self._joined(words)
         if not self._subparsers:
             self.refuse_unknown(words)
         options = self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
         options.given = [word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", words)]
         self._refuse_meaningless(options.given)
         return options
+
+    def _joined(self, words: Sequence[str]) -> list[str]:
+        """Words for argparse, which would take the value in `--separator ---` for another flag: `--separator=---`."""
+        known, joined = self._option_string_actions, list[str]()
+        for word in words:
+            flag = known.get(joined[-1]) if joined and "--" not in joined else None
+            takes_text = flag is not None and flag.dest in TEXTS and flag.nargs is None
+            if takes_text and word.startswith("-") and word.partition("=")[0] not in known:
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def _refuse_meaningless(self, given: Collection[str]) -> None:
         for mode in self.modes:
@@ -126,6 +141,8 @@ class Parser(argparse.ArgumentParser):
                 hint = f"; {other} has it" if other else f"; did you mean {close}?" if close else ""
                 if (name := flag.lstrip("-")) in self._arguments():
                     hint = f"; {name} is an argument without --: write it alone"
+                elif not re.fullmatch(r"--[a-z][\w-]*", flag) and TEXTS & self._arguments():
+                    hint = "; a text that begins with -- follows a --"
                 self.error(f"unrecognized arguments: {word}{hint}")
 
     def _arguments(self) -> set[str]:
@@ -172,6 +189,8 @@ class Parser(argparse.ArgumentParser):
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             self.error(f"argument {name}: empty")
+        if words == ["--"] and action.option_strings:  # argparse would drop it
+            return "--"
         return super()._get_values(action, words)
 
     def error(self, message: str) -> NoReturn:
