@@ -66,7 +66,7 @@ def main(words: list[str] | None = None) -> int:
             for name in others:
                 query = cards.card(open_weights(options.directory / str(number) / name))
                 started = time.process_time()
-                found = cards.search(query, cards.in_library(where))
+                found = cards.search(query, where)
                 seconds.append(time.process_time() - started)
                 place = next(at for at, hit in enumerate(found, 1) if hit.file == str(where / f"{number}.json"))
                 ranks.setdefault(name, []).append(place)

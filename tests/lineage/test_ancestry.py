@@ -50,5 +50,5 @@ def test_a_stranger_has_no_sources(family):
 def test_the_command_says_it_in_lines(family):
     result = commands.layers(str(family / "base"), str(family / "child"))
     lines = result.text.splitlines()
-    assert len(lines) == len(STACK) + 1 and "layer 2 of" in lines[1] and "layer 5" in lines[1] and "none" in lines[4]
+    assert len(lines) == len(STACK) + 1 and "layer 1 of" in lines[1] and "layer 4" in lines[1] and "none" in lines[4]
     assert [one["source"] for one in result.data["layers"]] == list(STACK)

@@ -93,7 +93,7 @@ def upcycled(tensors):
 def test_repeated_layers_and_copied_experts_are_later(base, tmp_path):
     target = edited(base, tmp_path / "deeper", deeper, num_hidden_layers=4, layer_types=None)
     found = direction(open_weights(base), open_weights(target))
-    assert found.made == str(target) and "layers 2 of the other come twice" in found.reason
+    assert found.made == str(target) and "layers 1 of the other come twice" in found.reason
     assert direction(open_weights(target), open_weights(base)).made == str(target)
     target = edited(base, tmp_path / "moe", upcycled, num_experts=2)
     found = direction(open_weights(base), open_weights(target))

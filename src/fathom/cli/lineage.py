@@ -180,7 +180,7 @@ def _summary(found: Comparison) -> str:
 
 
 def layers(a: str, b: str, seed: int = 0) -> Result:
-    """Find which layer of B comes from which layer of A, with p-values.
+    """Find which layer of B comes from which layer of A, with p-values; layers count from 0.
 
     Args:
         a: The model that layers may come from.
@@ -193,8 +193,8 @@ def layers(a: str, b: str, seed: int = 0) -> Result:
     lines = []
     for one in found:
         count = f"{one.paired:,} of {one.of:,} neurons match, p {lineage.evidence.probability(one.p)}"
-        from_where = "none" if one.source is None else f"layer {one.source + 1} of {a}"
-        lines.append(f"layer {one.layer + 1} of {b}: {from_where} ({count}; next best {one.second:,})")
+        from_where = "none" if one.source is None else f"layer {one.source} of {a}"
+        lines.append(f"layer {one.layer} of {b}: {from_where} ({count}; next best {one.second:,})")
     traced = sum(one.source is not None for one in found)
     lines.append(f"{traced} of {len(found)} layers have a source. Direction is not claimed.")
     return Result(0, "\n".join(lines), {"a": a, "b": b, "layers": [vars(one) for one in found]})
@@ -303,9 +303,9 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
     if top < 1:
         raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
     query = lineage.publishing.cards.read_card(a)
-    found = lineage.publishing.cards.search(query, lineage.publishing.cards.in_library(library))[:top]
+    found = lineage.publishing.cards.search(query, library)[:top]
     rows = [f"{hit.cosine:7.3f}  {hit.name}  ({hit.file})" for hit in found]
-    return Result(0, "\n".join(rows) or "no cards there", {"found": [vars(hit) for hit in found]})
+    return Result(0, "\n".join(rows), {"found": [vars(hit) for hit in found]})
 
 
 def identify(

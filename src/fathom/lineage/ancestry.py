@@ -50,7 +50,7 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
         progress(f"{left.name}: layers of {a.name}")
         known = {i: neurons.in_frame(a, i, left) for i in layers[0]}
         for j in layers[1]:
-            progress(f"{left.name}: layer {j + 1} of {b.name}")
+            progress(f"{left.name}: layer {j} of {b.name}")
             own = neurons.in_frame(b, j, right)
             counts[j] += [
                 NeuronCount((i, j), *neurons.agreement(neurons.by_roles(known[i], own, gated), seed)) for i in layers[0]

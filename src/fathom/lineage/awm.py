@@ -430,7 +430,7 @@ def score_layers(
         return layer_kernels(weights[side], layers[side][at], methods, side, width, seed, living)
 
     for step in range(count):
-        progress(f"queries and keys: layer {step + 1} of {count}")
+        progress(f"queries and keys: {step + 1} of {count} layers")
         found = [kernels(side, step) if step < len(layers[side]) else None for side in (0, 1)]
         for side, some in enumerate(found):
             if some is not None:
@@ -444,7 +444,7 @@ def score_layers(
         out[method.name] = Scores(table, matched(table, method.published))
     wanted = {pair for scores in out.values() for pair in scores.pairs}
     for i, j in sorted(wanted - set(fine)):
-        progress(f"queries and keys: layers {i + 1} and {j + 1}")
+        progress(f"queries and keys: layers {layers[0][i]} and {layers[1][j]}")
         fine[i, j] = _fine(kernels(0, i), kernels(1, j), methods)
     for number, scores in enumerate(out.values()):
         scores.q = [fine[pair][number][0] for pair in scores.pairs]

@@ -134,7 +134,7 @@ def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) 
     faint = None if span is None else _faint(weights, span)
     sizes, out = {}, {}
     for i in layers:
-        progress(f"layers without a tokenizer: layer {i + 1} of {weights.name}")
+        progress(f"layers without a tokenizer: layer {i} of {weights.name}")
         found = layer_map(weights, kind, i, span, faint)
         one, sizes[i] = _unit(found), float(np.linalg.norm(found))
         twice = one @ one

@@ -218,7 +218,7 @@ def _neurons(
     out: dict[str, list[NeuronCount]] = {}
     chosen = _drawn(usable, a, b, options)
     for i, j in chosen:
-        progress(f"neurons of layers {i + 1} and {j + 1}")
+        progress(f"neurons of layers {i} and {j}")
         for left, right in frames:
             seen = neurons.in_frame(a, i, left), neurons.in_frame(b, j, right)
             found = NeuronCount((i, j), *neurons.agreement(neurons.by_roles(*seen, gated), options.drawn))
@@ -251,7 +251,7 @@ def _values(
     usable = [p for p in pairs if values.has_values(a, p[0]) and values.has_values(b, p[1])]
     out: dict[str, list[NeuronCount]] = {}
     for i, j in _drawn(usable, a, b, options):
-        progress(f"values of layers {i + 1} and {j + 1}")
+        progress(f"values of layers {i} and {j}")
         for left, right in frames:
             tries = []
             for basis in values.bases(a, b) if related else values.bases(a, b)[:2]:
@@ -738,7 +738,7 @@ def _verbatim(pair: Pair, tests: list[Test]) -> bool:
 
 
 def _listed(layers: set[int]) -> str:
-    return ", ".join(str(layer + 1) for layer in sorted(layers))
+    return ", ".join(map(str, sorted(layers)))
 
 
 def _inherited(pair: Pair, options: Options) -> Inherited | None:

@@ -142,7 +142,7 @@ def _repeated(made: Weights, source: Weights) -> str | None:
     found = [one.source for one in ancestry.sources(source, made) if one.source is not None]
     twice = sorted({layer for layer in found if found.count(layer) > 1})
     if twice and len(found) >= NEARLY_ALL * made.geometry.layers:
-        listed = ", ".join(str(layer + 1) for layer in twice)
+        listed = ", ".join(map(str, twice))
         return f"layers {listed} of the other come twice or more"
     return None
 

@@ -95,7 +95,7 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
     blocks = list(chunks(len(models), TOGETHER))
     together = 2 * min(len(models), TOGETHER)
     for layer in range(first.layers):
-        progress(f"layer {layer + 1} of {first.layers}")
+        progress(f"{layer + 1} of {first.layers} layers")
         for role in (r for r in MATRICES if all(w.has(r, layer) for w in models)):
             for at, block in enumerate(blocks):
                 rows = _rows(models[block], role, layer)

@@ -38,17 +38,27 @@ def test_what_is_no_card_is_left_out_of_a_search(tmp_path):
     query = synthetic(tmp_path, 20)
     for name, text in (("a", "{"), ("b", "[]"), ("c", '{"fathom_card": 1, "name": "x", "sketches": {"z_last": "zz"}}')):
         (tmp_path / f"{name}.json").write_text(text)
-    found = cards.search(query, cards.in_library(tmp_path))
+    found = cards.search(query, tmp_path)
     assert len(found) == 20 and found[0].name == "model-0" and found[0].cosine == pytest.approx(1)
     assert all(abs(hit.cosine) < 0.3 for hit in found[1:])
     assert [hit.cosine for hit in found] == sorted((hit.cosine for hit in found), reverse=True)
+
+
+def test_a_library_without_a_card_is_no_answer(tmp_path, capsys):
+    query = synthetic(tmp_path, 2)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "settings.json").write_text("{}")
+    command = ["lineage", "search", str(tmp_path / "00000.json"), "--library"]
+    assert main([*command, str(tmp_path)]) == 0 and cards.search(query, tmp_path)
+    assert main([*command, str(tmp_path / "empty")]) == 2 and "no card in it" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "gone")]) == 2 and "no such directory" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_ten_thousand_cards_are_searched_within_a_second(tmp_path):
     query = synthetic(tmp_path, 10_000)
     started = time.process_time()
-    found = cards.search(query, cards.in_library(tmp_path))
+    found = cards.search(query, tmp_path)
     assert time.process_time() - started < 1 and len(found) == 10_000
 
 

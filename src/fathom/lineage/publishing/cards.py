@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,13 +103,13 @@ def in_library(directory: Path) -> list[Path]:
     return sorted(path for path in directory.iterdir() if path.suffix in {".json", ".card"} and path.is_file())
 
 
-def search(query: Card, library: Iterable[Path]) -> list[Hit]:
-    """Cards by decreasing similarity, by z_all if both have it; files that are no cards are left out.
+def search(query: Card, library: Path) -> list[Hit]:
+    """Cards of a directory by decreasing similarity, by z_all if both have it; files that are no cards are left out.
 
     For searching, not for judging. Only what the ranking needs is read; `read_card` checks a card as a whole.
     """
     found: dict[str, list[tuple[bytes, str, Path]]] = {}
-    for path in library:
+    for path in in_library(library):
         try:
             body = json.loads(path.read_bytes())
             kind = "z_all" if "z_all" in query.sketches and "z_all" in body["sketches"] else "z_last"
@@ -119,6 +118,8 @@ def search(query: Card, library: Iterable[Path]) -> list[Hit]:
                 found.setdefault(kind, []).append((z, name, path))
         except (OSError, ValueError, TypeError, KeyError, RecursionError):
             continue
+    if not found:
+        raise ModelError(f"{library}: no card in it: `fathom lineage card MODEL --out {library}/NAME.card` makes one")
     hits = []
     for kind, some in found.items():
         table = np.frombuffer(b"".join(z for z, _, _ in some), np.int8).reshape(len(some), -1)  # [cards, 512]

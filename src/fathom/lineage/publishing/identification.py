@@ -116,7 +116,7 @@ def identify(
     options = replace(options, nonce=secrets.randbelow(1 << 32)) if options.nonce is None else options
     progress("card")
     own = cards.card(weights)
-    hits = cards.search(own, cards.in_library(library))
+    hits = cards.search(own, library)
     alike = list(islice(_of_shape(hits[top:], own), TRIED))
     used = list(_controls(weights, alike, options, progress))
     controls = [(other, pair) for other, pair in used if not pair.convicts()]

@@ -98,7 +98,7 @@ def _map(found: Comparison) -> str:
     if name is None:
         return ""
     scores = pair.scores[name]
-    down, across = (Axis("layer", [layer + 1 for layer in layers]) for layers in pair.layers)
+    down, across = (Axis("layer", list(layers)) for layers in pair.layers)
     words = f"{SCORE_LABELS[name]} of each layer of {pair.a.name} with each of {pair.b.name}"
     matched = [(int(i), int(j)) for i, j in scores.pairs]
     caption = f"{SCORE_LABELS[name]}. Down: {pair.a.name}; across: {pair.b.name}. "
@@ -113,7 +113,7 @@ def _curve(found: Comparison) -> str:
         return ""
     scores = pair.scores[name]
     order = sorted(range(len(scores.pairs)), key=lambda i: scores.pairs[i][1])
-    layers = [pair.layers[1][scores.pairs[i][1]] + 1 for i in order]
+    layers = [pair.layers[1][scores.pairs[i][1]] for i in order]
     lines = []
     if band := nulls.band(found.null, name, len(order)):
         low, high = zip(*band, strict=True)
