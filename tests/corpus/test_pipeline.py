@@ -276,6 +276,21 @@ def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, whole: Report, 
     assert tree(whole.directory) == before
 
 
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_any_stage(
+    corpora: Path, tokenizer: str, tmp_path: Path, out: Path
+) -> None:
+    write(tmp_path / "broken" / "tokenizer.json", "{")
+    for name in map(str, (tmp_path / "nowhere", tmp_path / "broken")):
+        lacking = parse_corpus_recipe(recipe_of(corpora, name))
+        for plan in (build, preview):
+            with pytest.raises(DataError, match="tokenizer"):
+                plan(lacking, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    own = parse_corpus_recipe(recipe_of(corpora, tokenizer))
+    assert preview(own, tmp_path / "new").stages["ingest"].to_do
+    assert not any(stage.to_do for stage in preview(own, out).stages.values())
+
+
 def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     strict = recipe_of(corpora, tokenizer, filter={"min_words": 10_000})
     with pytest.raises(DataError, match=r"clean: none of \d+ documents is kept; min_words takes \d+") as raised:

@@ -83,7 +83,7 @@ def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:
     assert trials._opened(longer, tmp_path / "out").trial == longer, "nothing is done, so nothing is lost"
     write_json(tmp_path / "out" / trials.NOTES, trials.Notes(SMALL, done=["deeper"]))
     assert trials._opened(SMALL, tmp_path / "out").done == ["deeper"]
-    with pytest.raises(SettingsError, match="with steps=12"):
+    with pytest.raises(SettingsError, match="with `steps=12`"):
         trials._opened(longer, tmp_path / "out")
     (tmp_path / "out" / "try.json").write_text('{"trial": 3}')
     with pytest.raises(SettingsError, match="damaged"):
@@ -91,6 +91,20 @@ def test_a_directory_holds_one_trial(base: Path, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="mechanism"):
         Trial("base", mechanism="depth_atention")
     assert list((tmp_path / "mine").iterdir()) == [tmp_path / "mine" / "thesis.txt"]
+
+
+def test_the_text_is_read_before_the_first_step(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "_deepen", lambda *_: pytest.fail("the first step began"))
+    (tmp_path / "line.txt").write_text("one line")
+    for text in ("nowhere", "line.txt"):
+        assert main(["try", str(base), "--text", text, "--out", "out"]) == 2 and text in capsys.readouterr().err
+        assert not Path("out").exists()
+    for texts, said in ((("a", "b c"), "with --text a b c; choose"), ((), "without --text; choose")):
+        write_json(tmp_path / "out" / trials.NOTES, trials.Notes(Trial(str(base), text=texts), done=["deeper"]))
+        assert main(["try", str(base), "--text", __file__, "--out", "out"]) == 2
+        assert f"holds a trial {said}" in capsys.readouterr().err
 
 
 def test_the_control_of_learnt_gates_has_as_many_gains() -> None:

@@ -169,6 +169,13 @@ def test_the_model_itself_is_not_overwritten(bases, capsys):
     assert (Path(bases["llama"]) / "config.json").read_text() == before
 
 
+def test_the_model_of_a_run_is_not_overwritten(tmp_path, capsys):
+    model = export_tiny(tmp_path / "run" / "model")
+    before = (model / "config.json").read_text()
+    assert main(["deepen", str(tmp_path / "run"), "--with", "loop", "--out", str(model)]) == 2
+    assert "is the model itself" in capsys.readouterr().err and (model / "config.json").read_text() == before
+
+
 def test_a_search_prints_a_table_and_keeps_a_figure(tmp_path, capsys):
     base = export_tiny(tmp_path / "base", mixer="none")
     text = tmp_path / "text.jsonl"

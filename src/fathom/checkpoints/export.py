@@ -71,10 +71,8 @@ def export(
         raise ModelError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
     if form == "gguf" and directory.suffix != ".gguf":
         raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
-    require_replaceable(directory)
+    require_replaceable(directory, *([Path(model)] if isinstance(model, str | Path) else []))
     if isinstance(model, str | Path):
-        if directory.exists() and Path(model).exists() and directory.samefile(model):
-            raise ModelError(f"{directory} is the model itself; choose another path")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
@@ -308,8 +306,10 @@ def _trained(facts: Facts) -> list[str]:
     return found
 
 
-def require_replaceable(directory: Path) -> None:
-    """Refuse to write over anything but an earlier export."""
+def require_replaceable(directory: Path, *models: Path) -> None:
+    """Refuse to write over anything but an earlier export, and over the models that are read."""
+    if directory.exists() and any(one.exists() and directory.samefile(one) for one in models):
+        raise ModelError(f"{directory} is the model itself; choose another path")
     if directory.exists() and not _is_export(directory):
         raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
 

@@ -198,6 +198,7 @@ def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
 
 def _screen(options: Namespace) -> int:
     """Score every mechanism at every place, and write the page."""
+    from fathom.checkpoints.places import require_folder
     from fathom.deepen.screen import Screen, screen
     from fathom.deepen.screen_page import show, values, write
 
@@ -207,6 +208,7 @@ def _screen(options: Namespace) -> int:
     if options.documents is not None:
         sizes["documents"] = _number(int, "documents", {"documents": options.documents})
     asked = Screen(**{name: value for name, value in sizes.items() if value is not None})
+    require_folder(options.out, "a search")
     model, tokenizer = _opened(options.model)
     found = screen(model, tokenizer, options.text, asked)
     write(options.out, options.model, found)
@@ -218,6 +220,7 @@ def _screen(options: Namespace) -> int:
 
 
 def _search(options: Namespace, request: Request) -> int:
+    from fathom.checkpoints.places import require_folder
     from fathom.deepen.search_page import show, write
     from fathom.deepen.spans import Search, search
 
@@ -233,6 +236,7 @@ def _search(options: Namespace, request: Request) -> int:
         documents=_pair(options.documents, ",", "--documents") if options.documents else Search().documents,
         tokens=Search().tokens if options.tokens is None else options.tokens,
     )
+    require_folder(options.out, "a search")
     model, tokenizer = _opened(options.model)
     if options.sizes is None:
         layers = model.config.num_hidden_layers

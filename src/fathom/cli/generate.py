@@ -110,10 +110,12 @@ def ready(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
 def run(options: Namespace) -> int:
     """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
     from fathom.inference.generate import generate, report_speed
-    from fathom.inference.prompt_file import generate_file
+    from fathom.inference.prompt_file import check_files, generate_file
 
     _check(options)
     prompt = "" if options.prompts is not None else prompt_of(options.prompt)
+    if options.prompts is not None:
+        check_files(options.prompts, options.out)
     model, tokenizer, sampling = ready(options)
     if options.prompts is not None:
         done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)

@@ -7,6 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fathom.checkpoints.places import is_page, require_file
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
 from fathom.report.files import write_atomically
@@ -48,8 +49,8 @@ def run(options: Namespace) -> int:
     out = options.out or (None if options.json else Path("lens.html"))
     if out is not None and not out.parent.is_dir():
         raise SettingsError(f"{out}: {out.parent} is not a directory")
-    if out is not None and out.is_dir():
-        raise SettingsError(f"{out} is a directory; the page is a file")
+    if out is not None:
+        require_file(out, "a page of Fathom's", is_page)
     text = options.text if options.file is None else _read(options.file)
     looked: list[LensData] = []
     first: PreTrainedTokenizerBase | None = None

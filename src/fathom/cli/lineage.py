@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom import lineage
+from fathom.checkpoints.places import is_file_with, require_file, require_folder
 from fathom.cli.parser import Parser, add_parameters, call, examples
 from fathom.report import PAGE
 from fathom.report.files import asdict, write_json
@@ -140,6 +141,8 @@ def compare(
 
     chosen = choices or Choices()
     options = lineage.Options(chosen.mode, chosen.seed, chosen.nonce)
+    if out is not None:
+        require_folder(out, "a lineage report")
     with _status() as say:
         models = [lineage.open_weights(where, chosen.adapter_base) for where in (a, b)]
         with lineage.comparison.holding(*models):
@@ -253,9 +256,11 @@ def portrait(a: str, out: Path | None = None) -> Result:
         out: The PNG to write; by default the name of the model with .png, in the current directory.
     """
 
-    z, name = _sketch(a)
+    path = out or Path(f"{_name(a) or 'portrait'}.png")
+    require_file(path, "a portrait", lineage.publishing.portrait.is_portrait)
+    z = _sketch(a)
     image = lineage.publishing.portrait.pixels(z)
-    path = out or Path(f"{Path(name).name or 'portrait'}.png")
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lineage.publishing.portrait.png(image))
     said = lineage.publishing.portrait.words(z)
     data = {
@@ -267,13 +272,22 @@ def portrait(a: str, out: Path | None = None) -> Result:
     return Result(0, f"{path}\n{' '.join(said)}\n{lineage.publishing.portrait.CAPTION}", data)
 
 
-def _sketch(where: str) -> tuple[Array, str]:
+def _is_card(path: Path) -> bool:
+    return path.is_file() and path.suffix in {".json", ".card"}
+
+
+def _name(where: str) -> str:
+    """The name of a model or of a card."""
     path = Path(where)
-    if path.is_file() and path.suffix in {".json", ".card"}:
+    return path.stem if _is_card(path) else path.name
+
+
+def _sketch(where: str) -> Array:
+    path = Path(where)
+    if _is_card(path):
         body = lineage.publishing.cards.read_card(path)
-        return lineage.publishing.cards.sketch_bytes(body.sketches["z_last"]), path.stem
-    weights = lineage.open_weights(where)
-    return lineage.publishing.cards.sketch(weights), where
+        return lineage.publishing.cards.sketch_bytes(body.sketches["z_last"])
+    return lineage.publishing.cards.sketch(lineage.open_weights(where))
 
 
 def card(a: str, out: Path, all_layers: bool = False) -> Result:
@@ -285,6 +299,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
         all_layers: Add the sketch over all layers, which reads most of the model and searches better.
     """
 
+    require_file(out, "a card", is_file_with("fathom_card"))
     body = lineage.publishing.cards.card(lineage.open_weights(a), all_layers)
     write_json(out, body)
     note = "\nfew anchor strings: compare with care" if body.low_coverage else ""
@@ -331,6 +346,8 @@ def identify(
         raise lineage.ModelError(f"--top {top}: allowed: 1 or more")
     identification, chosen = lineage.publishing.identification, choices or Choices()
     options = lineage.Options(chosen.mode, chosen.seed, chosen.nonce, extras=False)
+    if out is not None:
+        require_folder(out, "candidates of a lineage")
     with _status() as say:
         weights = lineage.open_weights(a, chosen.adapter_base)
         found = identification.identify(weights, library, top, options, say)
@@ -390,8 +407,12 @@ def commit(
         raise lineage.ModelError(f"--key-out {key_out} needs --blind")
     if key_out is not None and key_out.absolute() == out.absolute():
         raise lineage.ModelError(f"--key-out {key_out} is the same file as --out")
+    require_file(out, "a commitment", is_file_with("fathom_commitment"))
+    if key_out is not None:
+        require_file(key_out, "empty: it may hold the key of another commitment", lambda _: False)
     body, key = lineage.publishing.commitments.commit(lineage.open_weights(a), blind, owner, date)
     if key is not None and key_out is not None:  # before the commitment, which is useless without its key
+        key_out.parent.mkdir(parents=True, exist_ok=True)
         key_out.touch(mode=0o600)
         key_out.write_text(key + "\n")
     write_json(out, body)
@@ -440,8 +461,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
 
     if len(models) < 2:
         raise lineage.ModelError("a null needs at least two unrelated models")
-    if out.is_dir():
-        raise lineage.ModelError(f"{out} is a directory; allowed: the null file to write")
+    require_file(out, "a null file", is_file_with("fathom_null"))
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}
     with _status() as say:

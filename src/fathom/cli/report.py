@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.places import is_page, require_file
 from fathom.cli.following import using
 from fathom.cli.parser import Parser
 from fathom.errors import SettingsError
@@ -44,7 +45,15 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Read, write, and print the page's path."""
     from fathom.checkpoints.find import finished_model
-    from fathom.experiments.run_page import Extras, difference, read_run, runs_in, write_front_page, write_run_page
+    from fathom.experiments.run_page import (
+        INDEX,
+        Extras,
+        difference,
+        read_run,
+        runs_in,
+        write_front_page,
+        write_run_page,
+    )
 
     if not options.run.is_dir():
         raise SettingsError(f"{options.run}: no such directory")
@@ -52,8 +61,12 @@ def run(options: Namespace) -> int:
         given = [flag for flag, value in _single(options).items() if value]
         if given:
             raise SettingsError(f"{given[0]} is about one run, and {options.run} is a folder of runs")
+        require_file(options.run / INDEX, "a page of Fathom's", is_page)
         print(write_front_page(options.run, lambda line: print(line, file=sys.stderr)))
         return 0
+    lens = (options.out or options.run / "report.html").with_name("report-lens.html")
+    for page in filter(None, (options.out, lens if options.prompt else None)):
+        require_file(page, "a page of Fathom's", is_page)
     found = read_run(options.run)
     extras = Extras(against=None if options.against is None else read_run(options.against))
     model = finished_model(options.run)
@@ -62,8 +75,10 @@ def run(options: Namespace) -> int:
     if model is not None:
         extras.following = [using(options.run, model)]
     if options.prompt:
-        where = (options.out or options.run / "report.html").with_name("report-lens.html")
-        extras.samples, extras.lens = _samples(options.run, options.prompt, where), where
+        lens.parent.mkdir(parents=True, exist_ok=True)
+        extras.samples, extras.lens = _samples(options.run, options.prompt, lens), lens
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
     page = write_run_page(found, extras, options.out)
     gap = [] if extras.against is None else difference(found, extras.against)
     if options.json:

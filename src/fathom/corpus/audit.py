@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.contamination import checks_of
 from fathom.corpus.documents import read_lines
 from fathom.corpus.executor import executing
@@ -143,7 +142,8 @@ def audit(
 
 
 def _is_ours(directory: Path) -> bool:
-    return {one.name for one in directory.iterdir()} <= {STAGES, REPORT, PAGE, LOCK, RECIPE, DIGESTS}
+    names = {one.name for one in directory.iterdir()}
+    return names <= {LOCK, DIGESTS} or (STAGES in names and names <= {STAGES, REPORT, PAGE, LOCK, DIGESTS})
 
 
 def _benchmark_files(given: Sequence[str]) -> Iterator[tuple[str, BenchmarkFile]]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.checkpoints.layout import PLAN, RECIPE
+from fathom.checkpoints.places import contents
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.converse import check_template
@@ -20,10 +21,9 @@ from fathom.corpus.counts import CorpusCounts
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files, size_of
 from fathom.corpus.publish import budget_of, publish
-from fathom.corpus.recipe import CorpusRecipe
+from fathom.corpus.recipe import CorpusRecipe, load_corpus_recipe
 from fathom.corpus.stage import (
     MANIFEST,
-    STAGES,
     TASK,
     Stage,
     StageOf,
@@ -32,14 +32,17 @@ from fathom.corpus.stage import (
     Workspace,
     conclude,
     owned,
+    require_ours,
     sweep,
     times_of,
 )
 from fathom.corpus.stages import ORDER
+from fathom.corpus.tokens import Tokenizer
 from fathom.errors import DataError
 from fathom.report.files import LOCK, write_atomically, write_json
 from fathom.report.progress import ProgressBar
 from fathom.report.provenance import versions
+from fathom.settings import kind_of, read_values
 
 RUN = "run.json"
 READERS = 4
@@ -116,8 +119,10 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         recipe: The corpus to make.
         directory: Where everything goes; created if it does not exist.
     """
+    require_ours(directory, _is_ours)
     check_template(recipe)
     workspace = Workspace(directory, recipe)
+    Tokenizer(workspace).check()
     with owned(directory, _is_ours, "built"):
         sweep(directory)
         write_atomically(directory / RECIPE, recipe.to_yaml())
@@ -171,8 +176,17 @@ def _discard_damaged(stage: StageOf[Any], tasks: list[Task]) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    known = (RECIPE, RUN, STAGES, LOCK)
-    return not any(directory.iterdir()) or any((directory / name).exists() for name in known)
+    """Whether a directory is empty or a corpus, begun or finished; a recipe alone is one if a build wrote it."""
+    held = contents(directory)
+    if held == ("a recipe", RECIPE):
+        path = directory / RECIPE
+        return kind_of(read_values(path), "train") == "corpus" and _is_written(path)
+    begun = {LOCK, f"{LOCK}.held", *(path.name for path in directory.glob(f".{RECIPE}.*.new"))}
+    return {path.name for path in directory.iterdir()} <= begun or (held is not None and held[0] == "a corpus")
+
+
+def _is_written(path: Path) -> bool:
+    return path.read_text(encoding="utf-8") == load_corpus_recipe(path).to_yaml()
 
 
 @dataclass(frozen=True)
@@ -235,8 +249,10 @@ class Preview:
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     """Plan a `build` without writing anything: inputs, stages, budget."""
+    require_ours(directory, _is_ours)
     check_template(recipe)
     workspace = Workspace(directory, recipe)
+    Tokenizer(workspace).check()
     inputs: dict[str, InputFiles] = {}
     for name, collection in recipe.collections.items():
         files = list(collection_files(name, collection, directory))

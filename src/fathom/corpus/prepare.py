@@ -138,17 +138,7 @@ def prepare(
     chosen = options or PrepareOptions()
     _check_arguments(tokenizer, train_tokenizer, held_out, workers, chosen)
     out = Path(out)
-    settings = PrepareSettings(
-        inputs=[str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)],
-        tokenizer=tokenizer or train_tokenizer,
-        eos_token=chosen.eos_token,
-        reading=chosen.reading,
-        file_format=chosen.file_format,
-        held_out=held_out,
-        shard_tokens=chosen.shard_tokens,
-        tokenizer_bytes=chosen.tokenizer_bytes if train_tokenizer else None,
-        input_bytes=0,
-    )
+    settings = _settings(inputs, tokenizer or train_tokenizer, held_out, chosen)
     settings, sources, divided = _checked_inputs(settings, out)
     made = partial(_summary, out, sources, divided)
     _warn_of_others(sources)
@@ -166,6 +156,27 @@ def prepare(
         started = time.monotonic()
         _make(WorkspaceOf(out / UNFINISHED, settings), out, Executor(workers=workers))
         return made(time.monotonic() - started)
+
+
+def check_inputs(inputs: Sequence[str | Path], out: Path, held_out: float) -> None:
+    """Refuse, before other work, inputs that `prepare` refuses; the arguments are its own."""
+    _checked_inputs(_settings(inputs, None, held_out, PrepareOptions()), out)
+
+
+def _settings(
+    inputs: Sequence[str | Path], tokenizer: str | int | None, held_out: float, chosen: PrepareOptions
+) -> PrepareSettings:
+    return PrepareSettings(
+        inputs=[str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)],
+        tokenizer=tokenizer,
+        eos_token=chosen.eos_token,
+        reading=chosen.reading,
+        file_format=chosen.file_format,
+        held_out=held_out,
+        shard_tokens=chosen.shard_tokens,
+        tokenizer_bytes=chosen.tokenizer_bytes if isinstance(tokenizer, int) else None,
+        input_bytes=0,
+    )
 
 
 def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettings, list[Source], str]:

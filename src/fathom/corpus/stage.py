@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fathom.checkpoints.layout import MANIFEST
+from fathom.checkpoints.places import contents
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.errors import DataError
 from fathom.report.files import Digest, asdict, claimed, digest, sync_directory, write_json
@@ -264,16 +265,23 @@ def owned(directory: Path, is_ours: Callable[[Path], bool], made: str) -> Iterat
         is_ours: Whether an existing directory may be overwritten.
         made: What is done there, for the error if another process does it.
     """
+    require_ours(directory, is_ours)
+    with claimed(directory, f" is being {made} by another process", DataError):
+        yield
+
+
+def require_ours(directory: Path, is_ours: Callable[[Path], bool]) -> None:
+    """Refuse an existing directory that may not be overwritten."""
     if directory.exists() and not directory.is_dir():
         raise DataError(f"{directory} is not a directory")
     try:
         ours = not directory.exists() or is_ours(directory)
+        held = None if ours else contents(directory)
     except OSError as error:
         raise DataError(f"{directory}: {error.strerror}") from None
     if not ours:
-        raise DataError(f"{directory} contains other files: choose another directory with `out`")
-    with claimed(directory, f" is being {made} by another process", DataError):
-        yield
+        holds = f"holds {held[0]} ({held[1]})" if held else "contains other files"
+        raise DataError(f"{directory} {holds}: choose another directory with `out`")
 
 
 def sweep(place: Path) -> None:

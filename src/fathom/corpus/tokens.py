@@ -70,6 +70,13 @@ class Tokenizer(Stage):
         inputs = tuple(Input.of(str(path.absolute()), digest(path)) for path in files)
         return [Task(inputs, {"folder": place.is_dir()})]
 
+    def check(self) -> None:
+        """Refuse, before any work, a named tokenizer that is still to be loaded and cannot be."""
+        name = self.recipe.tokenize.tokenizer
+        if name is not None and not all(self.done(task) for task in self.tasks()):
+            place = Path(name).expanduser()
+            load_tokenizer(str(place) if place.exists() else name, self.recipe.tokenize.eos_token)
+
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Run one task and return its counts."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -29,8 +29,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from fathom.checkpoints.export import export
-from fathom.checkpoints.layout import EXITS
+from fathom.checkpoints.export import export, require_replaceable
+from fathom.checkpoints.layout import EXITS, MODEL
 from fathom.checkpoints.runs import open_source
 from fathom.deepen.spans import Document, read_documents
 from fathom.deepen.write import deeper_model
@@ -215,6 +215,7 @@ def set_exit(
         bound: What is to be guaranteed.
         shifted: Other text on which the rule is measured.
     """
+    require_replaceable(Path(out), Path(source), Path(source) / MODEL)
     opened = open_source(Path(source))
     model, tokenizer = exiting(opened.model), opened.tokenizer
     if tokenizer is None:

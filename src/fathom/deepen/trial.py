@@ -16,7 +16,8 @@ from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-igno
 
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
-from fathom.corpus.prepare import prepare
+from fathom.corpus.prepare import check_inputs, prepare
+from fathom.data.shards import INDEX
 from fathom.deepen.heal import Healing, anywhere, gains_of
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
@@ -32,6 +33,8 @@ from fathom.training import train
 NOTES = "try.json"
 DOCUMENT = 1200
 """Characters of a document of the text that comes with Python."""
+HELD_OUT = 0.1
+"""Share of the documents that are held out."""
 SCORED = 40
 """Maximum held-out documents."""
 
@@ -129,6 +132,8 @@ def attempt(trial: Trial, out: Path, say: Callable[[str], None]) -> Finding:
     model = Path(trial.model)
     if not model.exists() and repository(trial.model) is None:
         raise SettingsError(f"{trial.model}: no such directory, and no org/name on the Hub")
+    if trial.text and not (out / "data" / INDEX).exists():
+        check_inputs(trial.text, out / "data", HELD_OUT)
     notes = _opened(trial, out)
     for number, (name, words, step) in enumerate(_steps(trial, out), 1):
         if name in notes.done:
@@ -161,7 +166,9 @@ def _opened(trial: Trial, out: Path) -> Notes:
         if notes.trial != trial:
             now, then = asdict(trial), asdict(notes.trial)
             key = next(key for key in now if now[key] != then[key])
-            raise SettingsError(f"`out={out}` holds a trial with {key}={then[key]}; choose another directory")
+            was = " ".join(then[key]) if key == "text" else then[key]
+            typed = f"with `{key}={was}`" if was else f"without `{key}`"
+            raise SettingsError(f"`out={out}` holds a trial {typed}; choose another directory")
         return notes
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise SettingsError(f"`out={out}` exists and holds no trial; choose another directory")
@@ -193,7 +200,7 @@ def _deepen(trial: Trial, out: Path) -> object:
 
 def _prepare(trial: Trial, out: Path) -> object:
     texts = list(trial.text) or [str(_language_reference(out / "text"))]
-    return prepare(texts, out / "data", tokenizer=str(out / "deeper"), held_out=0.1)
+    return prepare(texts, out / "data", tokenizer=str(out / "deeper"), held_out=HELD_OUT)
 
 
 def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:

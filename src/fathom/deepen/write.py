@@ -13,7 +13,7 @@ from transformers.utils import logging
 from fathom.checkpoints.export import export, require_replaceable
 from fathom.checkpoints.from_gguf import is_gguf
 from fathom.checkpoints.hub import repository
-from fathom.checkpoints.layout import HEAL
+from fathom.checkpoints.layout import HEAL, MODEL
 from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
 from fathom.deepen.heal import Healing, Road, heal_recipe
 from fathom.deepen.request import Request
@@ -80,9 +80,7 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     where, out = Path(source), Path(out)
     if not where.exists() and repository(str(source)) is None:
         raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
-    if out.exists() and where.exists() and out.samefile(where):
-        raise SettingsError(f"`out={out}` is the model itself; choose another directory")
-    require_replaceable(out)
+    require_replaceable(out, where, where / MODEL)
     require_directory(out, SettingsError)
     logging.disable_progress_bar()
     opened = open_source(where)

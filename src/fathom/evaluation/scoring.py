@@ -24,6 +24,7 @@ from fathom.checkpoints.find import find_model
 from fathom.checkpoints.int8 import WEIGHTS
 from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
+from fathom.checkpoints.places import require_folder
 from fathom.data.sources import Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
@@ -112,9 +113,7 @@ class EvaluationSettings(Opening):
         if self.device is not None:
             check_device(self.device)
         if self.out is not None:
-            above = next(path for path in (self.out, *self.out.absolute().parents) if path.exists())
-            if not above.is_dir():
-                raise SettingsError(f"out={self.out}: {above} is not a directory")
+            require_folder(self.out, "an evaluation")
 
     def texts(self) -> list[Domain]:
         """The texts in `perplexity`, by domain."""

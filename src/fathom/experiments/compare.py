@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from fathom.checkpoints.layout import PLAN, REPORT
+from fathom.checkpoints.places import require_folder
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
 from fathom.experiments.compare_page import page
@@ -91,6 +92,7 @@ def carry_out(
     workers, threads = team.workers, team.threads
     out = Path(out)
     check_processes("compare", workers, threads)
+    require_folder(out, "a comparison")
     plan_changed(plan, out)  # report a damaged file before any work
     check_machine(plan)
     ranks = together(plan)

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from fathom.checkpoints.layout import ARMS, LADDER, REPORT, RESULT
+from fathom.checkpoints.places import require_folder
 from fathom.errors import SettingsError
 from fathom.experiments.compare import rewrite_report
 from fathom.experiments.ladder_page import write_report
@@ -69,6 +70,7 @@ def left(out: Path, until: str) -> int:
 
 def settle(ladder: Ladder, out: Path) -> Ladder:
     """Write the plan, or check that the directory has the same one; returns the plan as written."""
+    require_folder(out, "a ladder")
     check_machine(ladder.plan(ladder.sizes[0]))
     if (out / LADDER).exists():
         return _as_written(ladder, out)

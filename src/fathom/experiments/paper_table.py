@@ -16,6 +16,7 @@ from itertools import combinations
 from pathlib import Path
 
 from fathom.checkpoints.layout import ARMS
+from fathom.checkpoints.places import require_folder
 from fathom.errors import FathomError
 from fathom.evaluation.scoring import EvaluationSettings, evaluate
 from fathom.experiments.compare import carry_out
@@ -87,6 +88,7 @@ def make_table(
         task_data: A folder with the tasks' documents; without it no task is scored.
         quiet: Print no line for a finished run.
     """
+    require_folder(out, "a paper's table")
     for size, plan in plans.items():
         check(plan, out / size)
     rows: list[TableRow] = []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fathom.checkpoints.layout import ARMS, MEASURED, PLAN, RECIPE
+from fathom.checkpoints.places import require_folder
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
@@ -195,6 +196,8 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         out: The output directory; None if there is none yet.
         begins: Whether the caller knows that no run has begun.
     """
+    if out is not None:
+        require_folder(out, "a comparison")
     begins = begins and (out is None or not (out / PLAN).exists())
     for name, recipe in plan.recipes.items():
         data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fathom.checkpoints.layout import LADDER
+from fathom.checkpoints.places import require_folder
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import AS_LARGE, Arm, as_large, parse_arms, training_flops, without_embeddings
@@ -369,6 +370,8 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path 
         overrides: `key=value` words; `ladder.key=value` too.
         out: The output directory. A ladder that it already holds, with the same plan, is opened unchanged.
     """
+    if out is not None:
+        require_folder(out, "a ladder")
     values = read_values(path)
     if "collections" in values:
         require_kind(values, str(path), "ladder")

@@ -62,9 +62,7 @@ def generate_file(
     """
     if batch_size is not None and batch_size < 1:
         raise SettingsError(f"batch_size={batch_size}: allowed: 1 or more")
-    if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
-        raise SettingsError(f"`out={out}` is the file of prompts; choose another")
-    records = _read_records(prompts)
+    records = check_files(prompts, out)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     with _opened(out) as file, ProgressBar("generating", len(records)) as bar:
         done, errors = (0, 0)
@@ -91,6 +89,17 @@ def generate_file(
             done = start + len(batch)
             bar.update(done)
     return FileSummary(len(records), began_with, errors, tokens, time.perf_counter() - began)
+
+
+def check_files(prompts: Path, out: Path | None) -> list[Record]:
+    """The prompts, if all can be read, and what `out` holds are answers to them."""
+    if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
+        raise SettingsError(f"`out={out}` is the file of prompts; choose another")
+    records = _read_records(prompts)
+    if out is not None and out.is_file():
+        with out.open("rb") as file:
+            _answered(file, records, prompts, out)
+    return records
 
 
 def _answer(

@@ -17,10 +17,11 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import Facts, checkpoint_steps, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, RESULT, step_name
+from fathom.checkpoints.layout import MODEL, RECIPE, RESULT, step_name
+from fathom.checkpoints.places import contents, require_folder
 from fathom.checkpoints.runs import Saved, changes_of, load_tensors
 from fathom.data.puzzles import has_split, open_data
-from fathom.data.shards import INDEX, TokenDataset
+from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError, TrainingError
 from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
@@ -424,13 +425,14 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
 
 
 def require_place(recipe: Recipe, run_dir: Path) -> None:
-    """Refuse a directory that holds another run or something else than a run, or that cannot be written."""
-    if (run_dir / RECIPE).exists():
-        require_same(recipe, run_dir)
-    elif held := next((name for name in (CONFIG, INDEX) if (run_dir / name).exists()), None):
-        raise SettingsError(f"{run_dir} contains {held}, so it is not a run; choose another directory")
-    if run_dir.exists() and not run_dir.is_dir():
-        raise SettingsError(f"{run_dir} is a file, and a run needs a directory")
+    """Refuse a directory that holds another run or something else than a run, or a recipe that no run wrote."""
+    require_folder(run_dir, "a run", "a recipe")
+    path = run_dir / RECIPE
+    if not path.exists():
+        return
+    if contents(run_dir) == ("a recipe", RECIPE) and path.read_text("utf-8") != load_recipe(path).to_yaml():
+        raise SettingsError(f"{path} is not a run's, and a run would write over it; choose another directory")
+    require_same(recipe, run_dir)
 
 
 def require_same(recipe: Recipe, run_dir: Path) -> None:

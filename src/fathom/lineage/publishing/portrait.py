@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from fathom.checkpoints.tensors import Array
 
 SIZE = 320
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
 TRAITS = 56
 ONE = 1 << 16
 CAPTION = (
@@ -335,10 +337,17 @@ def png(image: Array, stored: bool = True) -> bytes:
     lines = b"".join(b"\0" + line.tobytes() for line in np.ascontiguousarray(image))
     body = _stored(lines) if stored else zlib.compress(lines, 9)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + b"".join(
+    return SIGNATURE + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     )
+
+
+def is_portrait(file: Path) -> bool:
+    """Whether a file is a PNG of a portrait's size."""
+    head = SIGNATURE + struct.pack(">I4sII", 13, b"IHDR", SIZE, SIZE)
+    with file.open("rb") as opened:
+        return opened.read(len(head)) == head
 
 
 def _stored(lines: bytes) -> bytes:

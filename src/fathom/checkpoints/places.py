@@ -1,0 +1,131 @@
+"""Where a command may write: a folder that holds nothing of another command, a file that is new or of its own kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from fathom.checkpoints.layout import (
+    ADAPTER_CONFIG,
+    CONFIG,
+    HISTORY,
+    IDENTITY,
+    LADDER,
+    MANIFEST,
+    METRICS,
+    PAGE,
+    PLAN,
+    RECIPE,
+    REPORT,
+    RESULT,
+    TRAINER,
+)
+from fathom.errors import SettingsError
+from fathom.report.files import read_json
+
+Kind = Literal[
+    "a checkpoint",
+    "a run",
+    "a corpus",
+    "a recipe",
+    "an audit",
+    "a model",
+    "token shards",
+    "a ladder",
+    "a comparison",
+    "a paper's table",
+    "a trial",
+    "a search",
+    "an evaluation",
+    "a lineage report",
+    "candidates of a lineage",
+    "other files",
+]
+MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
+    ("a checkpoint", (MANIFEST, TRAINER)),
+    ("a run", (HISTORY,)),  # a branch has it before its recipe
+    *(("a run", (RECIPE, name)) for name in (METRICS, RESULT, IDENTITY, f"step-*/{MANIFEST}")),
+    *(("a corpus", (RECIPE, name)) for name in ("stages/ingest", "run.json")),
+    ("a recipe", (RECIPE,)),
+    ("an audit", ("stages/ingest",)),
+    *(("a model", (name,)) for name in (CONFIG, ADAPTER_CONFIG)),
+    ("a ladder", (LADDER,)),
+    ("a comparison", (PLAN,)),
+    ("a trial", ("try.json",)),
+    *(("a search", (name,)) for name in ("spans.json", "spans.jsonl", "screen.json")),
+    *(("an evaluation", (name,)) for name in ("deepened.json", "*/.done")),
+)
+"""The files, or patterns of them, that a folder of each kind has; the first row whose files are all there counts."""
+KEYS: tuple[tuple[Kind, str, str], ...] = (
+    ("token shards", "index.json", "format"),
+    ("a paper's table", "table.json", "tier"),
+    ("a lineage report", REPORT, "fathom_lineage_report"),
+    ("candidates of a lineage", REPORT, "candidates"),
+    *(("an evaluation", REPORT, key) for key in ("checkpoints", "guessing")),
+)
+"""JSON files whose names do not tell the kind, and a key that does."""
+WRITTEN = (METRICS, RESULT, REPORT, PAGE)
+"""Files that a command writes, which are somebody else's where nothing tells the kind of folder."""
+
+
+def contents(folder: Path) -> tuple[Kind, str] | None:
+    """What a folder holds, and a file that shows it; None if it holds nothing that a command would take for its own."""
+    for kind, names in MARKS:
+        if all(any(folder.glob(name)) for name in names):
+            return kind, names[-1]
+    for kind, name, key in KEYS:
+        if is_file_with(key)(folder / name):
+            return kind, name
+    return next((("other files", name) for name in WRITTEN if (folder / name).exists()), None)
+
+
+def require_folder(folder: Path, *own: Kind) -> None:
+    """Refuse a folder that holds something else than a command writes, or that cannot be one.
+
+    Args:
+        folder: The folder, which need not exist.
+        own: What the command may find there: it resumes it or writes it again.
+    """
+    _require_below_folder(folder)
+    if (held := contents(folder)) is not None and held[0] not in own:
+        raise SettingsError(f"{folder} holds {held[0]} ({held[1]}); choose another directory")
+
+
+def require_file(file: Path, what: str, is_own: Callable[[Path], bool]) -> None:
+    """Refuse to write over a file of another kind.
+
+    Args:
+        file: The file, which need not exist.
+        what: The kind that the command writes, in words.
+        is_own: Whether a file is of this kind.
+    """
+    _require_below_folder(file.parent)
+    if file.is_dir():
+        raise SettingsError(f"{file} is a directory; choose a file")
+    if file.exists() and not (file.is_file() and (file.stat().st_size == 0 or is_own(file))):
+        raise SettingsError(f"{file} exists and is not {what}; choose another file")
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file is an HTML page that Fathom wrote."""
+    with file.open("rb") as opened:
+        return b'<meta name="generator" content="Fathom">' in opened.read(500)
+
+
+def is_file_with(key: str) -> Callable[[Path], bool]:
+    """Whether a path is a file of a JSON object with a key."""
+
+    def is_one(file: Path) -> bool:
+        try:
+            return file.is_file() and key in read_json(file)
+        except ValueError:
+            return False
+
+    return is_one
+
+
+def _require_below_folder(folder: Path) -> None:
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not above.is_dir():
+        raise SettingsError(f"{folder}: {above} is not a directory" if above != folder else f"{folder} is a file")
