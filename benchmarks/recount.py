@@ -17,7 +17,13 @@ from typing import Any
 import numpy as np
 
 RESULTS = Path(__file__).parent / "results"
-CONTROL = {"depth_attention": "queries", "uniform_depth": "queries", "loop": "queries"}
+VARIANTS = ["gains", "queries", "depth_attention", "shuffled", "uniform_depth", "loop"]
+PAIRS = [
+    *(("depth_attention", "queries"), ("uniform_depth", "queries"), ("loop", "queries")),
+    *(("depth_attention", "shuffled"), ("uniform_depth", "shuffled")),
+    *(("queries", "gains"), ("depth_attention", "uniform_depth")),
+]
+SCREENS = {"screen-smollm2": "SmolLM2-135M", "screen-float32": "float32, 2 M"}
 STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776}
 """Student's t at 0.975 by degrees of freedom."""
 POWER = {1: 1.376, 2: 1.061, 3: 0.978, 4: 0.941}
@@ -42,7 +48,7 @@ def lines(name: str) -> list[dict[str, Any]]:
 
 
 def retrofit() -> Iterator[str]:
-    """Losses of documents, and of trained variants beside the base model and beside the matched control."""
+    """The base model's losses; what each run gains on it; contrasts of variants at one rate; and the two screens."""
     rows = lines("retrofit")
     scored = {
         (row["variant"], row["rate"], row["seed"]): {text: np.array(found) for text, found in row["losses"].items()}
@@ -52,18 +58,26 @@ def retrofit() -> Iterator[str]:
     base = scored.pop((None, None, None), {})
     for text, losses in base.items():
         yield f"| base model | {text} | {len(losses)} | {losses.mean():.4f} | {losses.std(ddof=1):.4f} |"
-    for (variant, rate, seed), found in scored.items():
-        for text, losses in found.items():
-            yield f"| {variant}, rate {rate:g}, seed {seed} − base | {text} | {paired(losses - base[text])} |"
-            other = scored.get((CONTROL.get(variant, ""), rate, seed))
-            if other:
-                yield f"| {variant} − {CONTROL[variant]}, seed {seed} | {text} | {paired(losses - other[text])} |"
-    for row in rows:
-        if row["step"] == "train":
-            gates = np.concatenate([np.ravel(values) for values in row["gates"].values()])
-            size, negative = np.sqrt((gates**2).mean()), 100 * (gates < 0).mean()
-            run = f"{row['variant']}, rate {row['rate']:g}, seed {row['seed']}"
-            yield f"| {run} | {len(gates)} | {row['validation']:.4f} | {size:.3f} | {negative:.0f} % |"
+    trained = {(row["variant"], row["rate"], row["seed"]): row for row in rows if row["step"] == "train"}
+    for key, row in sorted(trained.items(), key=lambda item: (VARIANTS.index(item[0][0]), item[0][1:])):
+        gates = np.concatenate([np.ravel(values) for values in row["gates"].values()])
+        found = (paired(scored[key][text] - base[text]) if key in scored else "–" for text in base)
+        cells = f"{np.sqrt((gates**2).mean()):.3f} | {100 * (gates < 0).mean():.0f} % | {row['validation']:.4f}"
+        yield f"| {key[0]} | {key[1]:g} | {key[2]} | {len(gates)} | {cells} | {' | '.join(found)} |"
+    for one, other in PAIRS:
+        for rate in sorted({key[1] for key in scored}):
+            seeds = [s for s in range(5) if {(one, rate, s), (other, rate, s)} <= set(scored)]
+            for text in base if seeds else ():
+                gaps = np.stack([scored[one, rate, s][text] - scored[other, rate, s][text] for s in seeds])
+                each = ", ".join(f"{gap:+.4f}" for gap in gaps.mean(1))
+                yield f"| {one} − {other} | {rate:g} | {text} | {each} | {paired(gaps.mean(0))} |"
+    for name, label in SCREENS.items():
+        found = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for mechanism, drawn in found["repaired"].items():
+            scores = [gate for gate in found["gates"] if gate["mechanism"] == mechanism]
+            plain, content = (np.mean([one[key] ** 2 for one in scores]) for key in ("without_gain", "content"))
+            band = f"{drawn['low']:.2f} to {drawn['high']:.2f}"
+            yield f"| {label} | {mechanism} | {len(scores)} | {plain:.1f} | {content:.1f} | {band} |"
 
 
 def paired(differences: np.ndarray) -> str:
