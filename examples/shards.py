@@ -1,4 +1,4 @@
-"""Token shards read with numpy alone, as a trainer that is not Fathom's would (the format: docs/how-to/data.md)."""
+"""Token shards read with numpy alone, as another trainer would (the format: docs/reference/formats.md)."""
 
 import json
 import sys

@@ -281,7 +281,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     specialise(here)
 
     tokenizer = train_bpe((sentence(chance) for _ in range(100)), 300)
-    tokenizer.chat_template = CHAT
     for name in ("EleutherAI/gpt-neox-20b", "Qwen/Qwen3-0.6B-Base", "gpt2"):
         tokenizer.save_pretrained(here / name)
     for path in (ROOT / "recipes").glob("*.yaml"):
@@ -312,6 +311,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree("path/to/llama", smollm2)
         (smollm2 / "weights.sha256").unlink()
         LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **llama | {"num_hidden_layers": 30})).save_pretrained(smollm2)
+        (smollm2 / "chat_template.jinja").write_text(CHAT)
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name, ignore=without_code)
@@ -518,7 +518,9 @@ class Reader:
             as_module(mechanism, source, step.page)
             return ""
         self.session = self.session or self.sessions.start(Path.cwd(), {"HF_HUB_OFFLINE": "1"})
-        return self.session.run(source, str(step.page))
+        said = self.session.run(source, str(step.page))
+        assert "cache.compressions" not in source or not said.startswith("0 "), "nothing was compressed"
+        return said
 
 
 @pytest.fixture(scope="module")
