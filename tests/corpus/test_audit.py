@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 import shutil
 from collections.abc import Callable
@@ -120,6 +121,20 @@ def test_exit_codes(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
             words
         )
         assert code != 2 or capsys.readouterr().err.count("\n") == 1
+
+
+def test_unusable_input_is_no_result_and_leaves_nothing(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Text that cannot be read is not free of questions, and a file without questions is no benchmark."""
+    (there / "packed.txt").write_bytes(gzip.compress(b"words"))
+    (there / "bare.jsonl").write_text('{"a": 1}\n')
+    asked = there / "asked.jsonl"
+    for text, benchmark, says in (
+        (there / "packed.txt", asked, "no document to search: packed.txt:1: packed.txt contains gzip data"),
+        (there / "clean", there / "bare.jsonl", "no question"),
+    ):
+        words = ["corpus", "audit", str(text), "--benchmark", str(benchmark), "--plants", "0", "--out"]
+        assert main([*words, str(there / "new")]) == 2 and says in capsys.readouterr().err
+        assert not (there / "new").exists()
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ every form of `forms.py`, and counts how many it finds. The result is the same f
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from fathom.corpus.search import AuditRecipe, names_of
 from fathom.corpus.stage import STAGES, WorkspaceOf, owned, sweep
 from fathom.corpus.stages import AUDIT
 from fathom.data.sources import ALL_FIELDS, find_files, reader_of
-from fathom.errors import SettingsError
+from fathom.errors import DataError, SettingsError
 from fathom.report import PAGE, REPORT
 from fathom.report.files import LOCK, write_atomically, write_json
 from fathom.report.html import page, section, table
@@ -125,11 +127,13 @@ def audit(
         seed=seed,
     )
     workspace: WorkspaceOf[Any] = WorkspaceOf(out, whole)
-    with owned(out, _is_ours, "audited"):
+    with owned(out, _is_ours, "audited"), _removed_if_refused(out / STAGES):
         sweep(out)
         with executing(whole.executor) as execute:
             reports = {stage.name: carry_out(stage(workspace), execute) for stage in AUDIT}
         ingested, searched = reports["ingest"].counts, reports["search"].counts
+        if not ingested.get("ok"):
+            raise DataError(f"no document to search{_first_failure(workspace)}")
         found = Audit(
             searched.get("documents", 0),
             searched.get("characters", 0),
@@ -139,6 +143,23 @@ def audit(
         write_json(out / REPORT, found)
         write_atomically(out / PAGE, audit_page(found, inputs))
     return found
+
+
+@contextmanager
+def _removed_if_refused(stages: Path) -> Iterator[None]:
+    """Remove what was begun on unusable input, unless an earlier audit began it; a killed audit's is resumed."""
+    new = not stages.exists()
+    try:
+        yield
+    except DataError as error:
+        if new and error.exit_code == 2:
+            shutil.rmtree(stages, ignore_errors=True)
+        raise
+
+
+def _first_failure(workspace: WorkspaceOf[Any]) -> str:
+    rows = (row for one in workspace.outputs("ingest", "failed.jsonl") for row in read_lines(workspace.path(one)))
+    return next((f": {row['path']}: {row['detail'] or row['status']}" for row in rows), "")
 
 
 def _is_ours(directory: Path) -> bool:

@@ -168,7 +168,9 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
             if line and line.strip():
                 yield json.loads(line.decode("utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        where = "" if said.startswith(str(path)) else f"{path}: "
+        raise DataError(f"decontaminate.benchmarks.{name}: {where}{said}") from None
 
 
 def _of_json(values: object, key: str) -> Iterator[Any]:
