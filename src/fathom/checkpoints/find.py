@@ -130,6 +130,13 @@ def experiment_of(run: Path) -> str | None:
     return "comparison" if run.parent.parent.name == ARMS else None
 
 
+def name_of(model: str | Path) -> str:
+    """The name of a model: of its run, not of the `model` directory inside it, and with the arm in a comparison."""
+    place = Path(model).resolve()
+    place = place.parent if place.name == MODEL else place
+    return f"{place.parent.name}-{place.name}" if place.parent.parent.name == ARMS else place.name
+
+
 def holds_model(path: Path) -> bool:
     """Whether a directory is a run or a comparison: it holds a model but is not itself a model directory."""
     return not (path / CONFIG).exists() and any((path / name).exists() for name in (RECIPE, REPORT, MODEL))

@@ -39,6 +39,7 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Analyse, write the page, and print its path."""
+    from fathom.checkpoints.find import name_of
     from fathom.checkpoints.open import open_checkpoint
     from fathom.lens.look import LensData, look, same_tokenizer
     from fathom.lens.page import lens_page
@@ -64,8 +65,8 @@ def run(options: Namespace) -> int:
         if not isinstance(model, FathomForCausalLM):
             raise SettingsError(f"{path}: the lens looks into Fathom's decoder, not into a {type(model).__name__}")
         visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
-        with ProgressBar(f"looking through {_name(path)}", visits) as bar:
-            looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+        with ProgressBar(f"looking through {name_of(path)}", visits) as bar:
+            looked.append(look(model, tokenizer, text, options.top, options.max_tokens, name_of(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
         raise SettingsError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
@@ -80,12 +81,6 @@ def run(options: Namespace) -> int:
     if out is not None:
         print(f"{out}: {out.stat().st_size / 1e3:,.0f} KB")
     return 0
-
-
-def _name(path: str) -> str:
-    """The name of a model: of its run, not of the `model` directory inside it."""
-    directory = Path(path).resolve()
-    return directory.parent.name if directory.name == "model" else directory.name
 
 
 def _read(file: Path) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.layout import LADDER, PLAN, RECIPE
 from fathom.checkpoints.places import is_page, require_file
 from fathom.cli.following import using
 from fathom.cli.parser import Parser
@@ -56,7 +57,11 @@ def run(options: Namespace) -> int:
     )
 
     if not options.run.is_dir():
-        raise SettingsError(f"{options.run}: no such directory")
+        raise SettingsError(f"{options.run}: {'a file, not a run' if options.run.exists() else 'no such directory'}")
+    for command, plan in (("compare", PLAN), ("ladder", LADDER)):
+        if (options.run / plan).is_file():
+            writes = shlex.join(["fathom", command, str(options.run), "--report"])
+            raise SettingsError(f"{options.run} is the directory of fathom {command}: `{writes}` writes its report")
     if not (options.run / RECIPE).is_file() and runs_in(options.run):
         given = [flag for flag, value in _single(options).items() if value]
         if given:

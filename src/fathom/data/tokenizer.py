@@ -101,7 +101,8 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> AnyTokenizer:
         raise
     except Exception as error:
         words = what_lacks(path) or missing(error) or first_line(error)
-        raise DataError(f"{name}: cannot load the tokenizer: {words}") from None
+        what = "cannot load the tokenizer" if path.exists() else "no such directory or file; as a name on the Hub"
+        raise DataError(f"{name}: {what}: {words}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(f"{name}: the tokenizer has no fast (tokenizer.json) form")
     vocabulary = tokenizer.get_vocab()

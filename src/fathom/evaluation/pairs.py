@@ -53,7 +53,7 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed | None]]:
     """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty. A row
     that is not a question with a correct choice is None."""
     if not directory.is_dir():
-        raise SettingsError(f"benchmark={directory}: no such directory")
+        raise SettingsError(f"benchmark={directory}: {'a file' if directory.exists() else 'no such directory'}")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
     if not any(one is not None for rows in found.values() for one in rows):
         raise SettingsError(f"benchmark={directory}: no *.jsonl file with question, choices and answer")

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.find import find_model
+from fathom.checkpoints.find import find_model, name_of
 from fathom.checkpoints.int8 import WEIGHTS
 from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
@@ -227,8 +227,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings
             name, path = "", entry
         directory = find_model(path)
         check_checkpoint(directory)
-        place = directory.resolve()
-        name = name or (place.parent.name if place.name == "model" else place.name)
+        name = name or name_of(directory)
         if name in (".", ".."):  # its results would collide with those of all checkpoints
             raise SettingsError(f"{name}: a checkpoint needs another name: NAME=PATH")
         if any(other.name == name for other in made):

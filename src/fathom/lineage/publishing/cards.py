@@ -99,7 +99,8 @@ class Hit:
 def in_library(directory: Path) -> list[Path]:
     """The files of a directory that may be cards, by name."""
     if not directory.is_dir():
-        raise ModelError(f"{directory}: no such directory of cards: `fathom lineage card MODEL` makes them")
+        what = "a file, not a directory" if directory.exists() else "no such directory"
+        raise ModelError(f"{directory}: {what} of cards: `fathom lineage card MODEL` makes them")
     return sorted(path for path in directory.iterdir() if path.suffix in {".json", ".card"} and path.is_file())
 
 
