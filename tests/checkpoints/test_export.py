@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Qwen3ForCausalLM
 
-from fathom.checkpoints.export import export
+from fathom.checkpoints.export import export, require_replaceable
 from fathom.checkpoints.find import Facts
 from fathom.cli.main import main
 from fathom.errors import ModelError
@@ -90,6 +90,24 @@ def test_other_peoples_files_stay(tmp_path):
     (tmp_path / "README.md").write_text("# A model of another hand")
     with pytest.raises(ModelError, match="not an earlier export"):
         export(build(config_of("vanilla")), tmp_path)
+
+
+def test_the_model_of_another_run_and_what_was_put_into_an_export_stay(tmp_path):
+    mine, other = tmp_path / "mine" / "model", tmp_path / "other" / "model"
+    for model in (mine, other):
+        model.mkdir(parents=True)
+        (model.parent / "recipe.yaml").touch()
+        (model / "README.md").write_text("Exported by Fathom")
+    with pytest.raises(ModelError, match="is the model of another run"):
+        export(mine, other)
+    (other.parent / "recipe.yaml").unlink()  # no run's, so an export like any other
+    require_replaceable(other, mine)
+    require_replaceable(mine)  # as the run itself writes it
+    (other / "data").mkdir()
+    with pytest.raises(ModelError, match="not an earlier export"):
+        export(mine, other)
+    (other / "data").rename(other / "__pycache__")
+    require_replaceable(other, mine)
 
 
 def test_an_earlier_export_is_replaced(tmp_path):

@@ -184,12 +184,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("kinds", ["[rw]e*", pytest.param("*", marks=pytest.mark.slow)], ids=["few", "all"])
 @pytest.mark.parametrize("line", WRITERS)
 def test_a_file_of_another_kind_is_never_written_over(
-    line: str, files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    kinds: str,
+    files: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(made(tmp_path, {"prompts.jsonl": '{"prompt": "a"}\n', "run/thesis.txt": "mine"}))
-    for path in files.iterdir():
+    for path in files.glob(kinds):  # a recipe and a website
         if path.name == WRITERS[line] and path.name not in ("key", "recipe"):
             continue
         shutil.copy(path, "file")

@@ -117,7 +117,11 @@ def test_the_command(tmp_path: Path, capsys) -> None:
     export(build(config_of("loop", **SHAPE)), tmp_path / "a", tiny_tokenizer())
     words = ["export", str(tmp_path / "a"), "--to", str(tmp_path / "b.gguf"), "--as", "gguf"]
     assert main(words) == 0 == main(words)
-    assert (tmp_path / "b.gguf").read_bytes()[:4] == b"GGUF"
+    made = (tmp_path / "b.gguf").read_bytes()
+    assert made[:4] == b"GGUF"
+    (tmp_path / "b.gguf").write_bytes(made.replace(b"Exported by Fathom", b"Quantized by Llama"))  # a downloaded one
+    assert main(words) == 2 and "not an earlier export" in capsys.readouterr().err
+    assert b"by Llama" in (tmp_path / "b.gguf").read_bytes()
 
 
 def test_reading_names_the_extra_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,6 +86,15 @@ def test_prepare_reads_and_writes(tmp_path: Path, tokenizer: str) -> None:
     assert tree(tmp_path / "here" / "train") == tree(tmp_path / "there" / "train")
 
 
+def test_an_upload_to_nowhere_is_refused_before_any_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = write(tmp_path / "a.txt", "the depth\n\nof a river\n")
+    recipe = write(tmp_path / "r.yaml", f"collections: {{a: {{inputs: [{text}]}}}}\ntokenize: {{train: 300}}\n")
+    for url in ("shelf", "nowhere://shelf/a"):
+        for words in (["prepare", str(text), "--train-tokenizer", "300"], ["corpus", str(recipe)]):
+            assert main([*words, "--out", str(tmp_path / "out"), "--upload", url]) == 2
+            assert url in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("url", "said"),
     [

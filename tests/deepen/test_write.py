@@ -169,11 +169,14 @@ def test_the_model_itself_is_not_overwritten(bases, capsys):
     assert (Path(bases["llama"]) / "config.json").read_text() == before
 
 
-def test_the_model_of_a_run_is_not_overwritten(tmp_path, capsys):
-    model = export_tiny(tmp_path / "run" / "model")
-    before = (model / "config.json").read_text()
-    assert main(["deepen", str(tmp_path / "run"), "--with", "loop", "--out", str(model)]) == 2
-    assert "is the model itself" in capsys.readouterr().err and (model / "config.json").read_text() == before
+def test_the_model_of_a_run_and_an_export_are_not_overwritten(tmp_path, capsys):
+    """Refused before the model is read, so these need be none."""
+    for place, said in (("run/model", "is the model itself"), ("exported", "did not write")):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "config.json").write_text("{}")
+        (tmp_path / place / "README.md").write_text("Exported by Fathom")
+        assert main(["deepen", str(tmp_path / "run"), "--with", "loop", "--out", str(tmp_path / place)]) == 2
+        assert said in capsys.readouterr().err and (tmp_path / place / "config.json").read_text() == "{}"
 
 
 def test_a_search_prints_a_table_and_keeps_a_figure(tmp_path, capsys):

@@ -21,10 +21,10 @@ from fathom._version import __version__
 from fathom.checkpoints.families import FAMILIES, family_of, native_config, to_theirs, unlike
 from fathom.checkpoints.find import Facts
 from fathom.checkpoints.hashes import write_hashes
-from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
+from fathom.checkpoints.layout import CARD, CONFIG, MODEL, RECIPE, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
-from fathom.checkpoints.to_gguf import MAGIC, write_gguf
+from fathom.checkpoints.to_gguf import MAGIC, MARK, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
 from fathom.models import FathomConfig
@@ -42,7 +42,8 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
 }
 FORMS = ("fathom", "native", "unrolled", "gguf", *FAMILIES)
-MARK = "Exported by Fathom"
+FOLDERS = {"additional_chat_templates", "__pycache__", ".cache"}
+"""Folders that an export may hold: transformers' own, and what opening or publishing it leaves."""
 
 
 def export(
@@ -307,10 +308,19 @@ def _trained(facts: Facts) -> list[str]:
 
 
 def require_replaceable(directory: Path, *models: Path) -> None:
-    """Refuse to write over anything but an earlier export, and over the models that are read."""
-    if directory.exists() and any(one.exists() and directory.samefile(one) for one in models):
+    """Refuse to write over anything but an earlier export, and over the models that are read or another run's."""
+    if not directory.exists():
+        return
+
+    def is_read(path: Path) -> bool:
+        return any(one.exists() and path.samefile(one) for one in models)
+
+    run = directory.absolute().parent
+    if is_read(directory):
         raise ModelError(f"{directory} is the model itself; choose another path")
-    if directory.exists() and not _is_export(directory):
+    if models and directory.name == MODEL and (run / RECIPE).exists() and not is_read(run):
+        raise ModelError(f"{directory} is the model of another run; choose another path")
+    if not _is_export(directory):
         raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
 
 
@@ -318,7 +328,10 @@ def _is_export(directory: Path) -> bool:
     try:
         if directory.is_file():
             with directory.open("rb") as file:
-                return directory.suffix == ".gguf" and file.read(len(MAGIC)) == MAGIC
+                head = file.read(1 << 12)
+                return directory.suffix == ".gguf" and head.startswith(MAGIC) and MARK.encode() in head
+        if any(path.is_dir() and path.name not in FOLDERS for path in directory.iterdir()):
+            return False
         return not any(directory.iterdir()) or MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False

@@ -72,8 +72,9 @@ WRITTEN = (METRICS, RESULT, REPORT, PAGE)
 def contents(folder: Path) -> tuple[Kind, str] | None:
     """What a folder holds, and a file that shows it; None if it holds nothing that a command would take for its own."""
     for kind, names in MARKS:
-        if all(any(folder.glob(name)) for name in names):
-            return kind, names[-1]
+        found = [next(folder.glob(name), None) for name in names]
+        if (shown := found[-1]) is not None and None not in found:
+            return kind, shown.relative_to(folder).as_posix()
     for kind, name, key in KEYS:
         if is_file_with(key)(folder / name):
             return kind, name

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """The `model_type`s that are written, under llama.cpp's names."""
 MAGIC = b"GGUF"
+MARK = "Exported by Fathom"
+"""In the card of an exported directory, and in a GGUF file's description."""
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
@@ -92,6 +94,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_name(name)
+    writer.add_description(MARK)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

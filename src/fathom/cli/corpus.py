@@ -36,11 +36,13 @@ def run(options: Namespace) -> int:
     """Build the corpus, or with `--dry-run` print the plan."""
     from fathom.corpus.pipeline import build, preview
     from fathom.corpus.stage import STAGES
-    from fathom.data.cloud import upload
+    from fathom.data.cloud import check_upload, upload
 
     words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
     recipe = load_corpus_recipe(find_recipe(options.recipe), words)
     directory = options.out or Path("corpora") / options.recipe.stem
+    if options.upload:
+        check_upload(options.upload)
     if options.dry_run:
         found = preview(recipe, directory)
         print(to_json(found) if options.json else found)

@@ -25,8 +25,10 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Prepare the shards and print a summary."""
-    from fathom.data.cloud import upload
+    from fathom.data.cloud import check_upload, upload
 
+    if options.upload:
+        check_upload(options.upload)
     made: Summary = call(prepare, options)
     if options.upload:
         upload(made.directory, options.upload)

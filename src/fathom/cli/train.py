@@ -106,7 +106,7 @@ def run(options: Namespace) -> int:
         place = place or Path("runs") / find_recipe(options.recipe).stem
         recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        if change is None and place is not None:
+        if place is not None:
             require_place(recipe, place)
             require_directory(place, SettingsError)
         _show_cost(recipe, estimate(recipe), options.json, change)

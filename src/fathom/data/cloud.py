@@ -148,6 +148,14 @@ def upload(folder: Path, url: str, left_out: tuple[str, ...] = ()) -> int:
     return len(names)
 
 
+def check_upload(url: str) -> None:
+    """Refuse, before any work, what is not a URL, and a store that fsspec does not know or whose package is missing."""
+    if not is_url(url):
+        raise DataError(f"`upload={url}`: not a URL, such as s3://BUCKET/DIR")
+    with _told(url):
+        _store(url)
+
+
 def _store(url: str) -> tuple[Any, str]:
     """The file system of a URL, as it is now, and the path in it."""
     from fsspec.core import url_to_fs

@@ -13,7 +13,7 @@ from transformers.utils import logging
 from fathom.checkpoints.export import export, require_replaceable
 from fathom.checkpoints.from_gguf import is_gguf
 from fathom.checkpoints.hub import repository
-from fathom.checkpoints.layout import HEAL, MODEL
+from fathom.checkpoints.layout import CONFIG, HEAL, MODEL
 from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
 from fathom.deepen.heal import Healing, Road, heal_recipe
 from fathom.deepen.request import Request
@@ -81,6 +81,8 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     if not where.exists() and repository(str(source)) is None:
         raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
     require_replaceable(out, where, where / MODEL)
+    if (out / CONFIG).exists() and not (out / HEAL).exists():
+        raise SettingsError(f"{out} holds a model that `fathom deepen` did not write; choose another directory")
     require_directory(out, SettingsError)
     logging.disable_progress_bar()
     opened = open_source(where)
