@@ -54,6 +54,7 @@ COMMANDS: dict[str, Kind] = {
     "compare tiny --arms vanilla,loop --dry-run --out OUT": "a comparison",
     "ladder cpu --arms vanilla,loop --out OUT": "a ladder",
     "compare papers/ponderlm/feedback --out OUT": "a paper's table",
+    "compare papers/ponderlm/feedback --dry-run --out OUT": "a paper's table",
     "evaluate nowhere --perplexity thesis.txt --out OUT": "an evaluation",
     "evaluate deepened a b c --perplexity thesis.txt --out OUT": "an evaluation",
     "evaluate tuned a b --benchmark nowhere --out OUT": "an evaluation",
@@ -137,6 +138,9 @@ def test_a_run_replaces_no_recipe_that_was_written_by_hand(
         assert path.read_text() == hand
     path.write_text(recipe.to_yaml())  # as a run that was stopped at once leaves it
     require_place(load_recipe(path), path.parent)
+    made(tmp_path / "downloads" / "model", HOLDS["a model"])
+    with pytest.raises(SettingsError, match=r"holds a model \(model\)"):
+        require_place(recipe, tmp_path / "downloads")
     (path.parent / "metrics.jsonl").touch()
     path.write_text(hand)  # edited where a run already is
     require_place(load_recipe(path), path.parent)

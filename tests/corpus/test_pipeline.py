@@ -276,14 +276,21 @@ def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, whole: Report, 
     assert tree(whole.directory) == before
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_refused_before_any_stage(
+def test_what_a_late_stage_cannot_read_is_refused_before_any_stage(
     corpora: Path, tokenizer: str, tmp_path: Path, out: Path
 ) -> None:
     write(tmp_path / "broken" / "tokenizer.json", "{")
     for name in map(str, (tmp_path / "nowhere", tmp_path / "broken")):
         lacking = parse_corpus_recipe(recipe_of(corpora, name))
         for plan in (build, preview):
-            with pytest.raises(DataError, match="tokenizer"):
+            with pytest.raises(DataError, match=name):
+                plan(lacking, tmp_path / "new")
+    for quiz in (tmp_path / "none.jsonl", write(tmp_path / "quiz.jsonl", '{"other": 1}\n')):
+        lacking = parse_corpus_recipe(
+            recipe_of(corpora, tokenizer) | {"decontaminate": {"benchmarks": {"q": str(quiz)}}}
+        )
+        for plan in (build, preview):
+            with pytest.raises(DataError, match=r"decontaminate\.benchmarks\.q: "):
                 plan(lacking, tmp_path / "new")
     assert not (tmp_path / "new").exists()
     own = parse_corpus_recipe(recipe_of(corpora, tokenizer))

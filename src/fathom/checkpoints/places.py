@@ -65,7 +65,7 @@ KEYS: tuple[tuple[Kind, str, str], ...] = (
     *(("an evaluation", REPORT, key) for key in ("checkpoints", "guessing")),
 )
 """JSON files whose names do not tell the kind, and a key that does."""
-WRITTEN = (METRICS, RESULT, REPORT, PAGE)
+WRITTEN = (METRICS, RESULT, REPORT, PAGE, "card.md", "portrait-a.png", "portrait-b.png", "spans.html", "screen.html")
 """Files that a command writes, which are somebody else's where nothing tells the kind of folder."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
+from fathom.checkpoints.places import require_folder
 from fathom.cli.parser import refuse
 from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.report.results import to_json
@@ -31,6 +32,7 @@ def run(options: Namespace, source: Path) -> int:
     table, tier = load_table(source), options.tier or "tiny"
     plans = with_seeds(table.plans(tier, tuple(recipe_words(options.overrides))), options.seeds)
     team, out = team_of(options), options.out or Path("runs") / f"{source.parent.name}-{source.stem}"
+    require_folder(out, "a paper's table")
     if options.dry_run:
         refuse_unless_slurm(options)
         plan = planned(table, tier, plans, options.gpu or "H100")

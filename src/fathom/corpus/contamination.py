@@ -46,11 +46,20 @@ class Benchmarks(Stage):
             found.append(Task((entry,), arguments))
         return found
 
-    def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Run one task and return its counts."""
+    def check(self) -> None:
+        """Refuse, before any work, a benchmark that is still to be read and cannot be."""
+        for task in self.tasks():
+            if not self.done(task):
+                self._items(task)
+
+    def _items(self, task: Task) -> list[Item]:
         name, part = task.arguments["name"], task.arguments["part"]
         place = task.inputs[0].path + (f"#{part}" if part else "")
-        items = read_items(Path(place), name, task.arguments["question"])
+        return read_items(Path(place), name, task.arguments["question"])
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Run one task and return its counts."""
+        name, items = task.arguments["name"], self._items(task)
         found = self_check(items)
         index, unfound = build_index(items, self.recipe.decontaminate)
         np.savez(folder / "index.npz", allow_pickle=False, **index)

@@ -16,6 +16,7 @@ from fathom.checkpoints.layout import PLAN, RECIPE
 from fathom.checkpoints.places import contents
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
+from fathom.corpus.contamination import Benchmarks
 from fathom.corpus.converse import check_template
 from fathom.corpus.counts import CorpusCounts
 from fathom.corpus.executor import Executing, executing, write_plan
@@ -122,6 +123,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     require_ours(directory, _is_ours)
     check_template(recipe)
     workspace = Workspace(directory, recipe)
+    Benchmarks(workspace).check()
     Tokenizer(workspace).check()
     with owned(directory, _is_ours, "built"):
         sweep(directory)
@@ -252,6 +254,7 @@ def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     require_ours(directory, _is_ours)
     check_template(recipe)
     workspace = Workspace(directory, recipe)
+    Benchmarks(workspace).check()
     Tokenizer(workspace).check()
     inputs: dict[str, InputFiles] = {}
     for name, collection in recipe.collections.items():

@@ -429,6 +429,8 @@ def require_place(recipe: Recipe, run_dir: Path) -> None:
     require_folder(run_dir, "a run", "a recipe")
     path = run_dir / RECIPE
     if not path.exists():
+        if finished_model(run_dir):
+            raise SettingsError(f"{run_dir} holds a model ({MODEL}) that no run wrote; choose another directory")
         return
     if contents(run_dir) == ("a recipe", RECIPE) and path.read_text("utf-8") != load_recipe(path).to_yaml():
         raise SettingsError(f"{path} is not a run's, and a run would write over it; choose another directory")
