@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import itertools
-import json
 import math
 import re
 import types
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathom import settings
-from fathom.checkpoints.layout import PUZZLE, from_root
+from fathom.checkpoints.layout import PUZZLE
 from fathom.errors import ModelError, SettingsError
 from fathom.settings import (
     Rule,
@@ -429,16 +428,11 @@ class Recipe(Section):
         """The model block as a configuration; with `from_pretrained`, that checkpoint's under the block's keys."""
         return _config(self.model)
 
-    def from_root(self) -> Recipe:
-        """The recipe with absolute paths of the checkpoints that it names, so that it means the same in any folder."""
-        return self.override(*(f"{key}={json.dumps(name)}" for key, name in _sources(self).items()))
-
     def override(self, *assignments: str) -> Recipe:
         """This recipe with `key=value` overrides applied."""
         return parse_recipe(self.to_dict(), assignments)
 
 
-SOURCE, TEACHER = "model.from_pretrained", "distill.teacher"
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
     *("data.directory", "data.verify", "data.other_tokenizer", "parallel", "track", "evaluate.micro_batch"),
@@ -496,15 +490,9 @@ def values_of(recipe: Recipe) -> dict[str, object]:
 
 def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) -> list[str]:
     """Dotted keys on which two recipes disagree, without those under a prefix in `ignore`."""
-    left, right = ({**values_of(side), **_sources(side)} for side in (a, b))
+    left, right = values_of(a), values_of(b)
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key) or (key in left) != (key in right)]
     return [key for key in keys if not any(key == prefix or key.startswith(prefix + ".") for prefix in ignore)]
-
-
-def _sources(recipe: Recipe) -> dict[str, str]:
-    """The checkpoints that a recipe names, by key, with absolute paths."""
-    named = {SOURCE: recipe.model.get("from_pretrained"), TEACHER: recipe.distill.teacher}
-    return {key: from_root(name) for key, name in named.items() if isinstance(name, str)}
 
 
 def describe() -> list[tuple[str, str, str, str]]:

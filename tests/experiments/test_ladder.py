@@ -93,6 +93,9 @@ def test_contrasts_are_tested_with_the_arms(whole) -> None:
     assert [one.p_holm for one in family] == holm([one.p for one in family])
     assert gain.rungs[1].p_holm is None, "smaller sizes are shown, not tested"
     assert f"At the largest size the contrast gain (better − again) is {gain.rungs[len(losses)]} nats" in report.verdict
+    untested = replace(last, p_holm=None)
+    told = verdict(replace(report, contrasts=[replace(twice, rungs={**twice.rungs, len(losses): untested})]))
+    assert f"is {untested} nats, not tested" in told
     assert "Contrasts of several arms" in (out / "report.html").read_text(encoding="utf-8")
 
 

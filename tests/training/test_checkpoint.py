@@ -42,7 +42,7 @@ def checkpoints(tmp_path: Path, said: list[str]) -> Checkpointer:
 
 
 def trainer(step: int) -> TrainerState:
-    return TrainerState(step, 1.5, 0, 0, None, None, 1, "2", {})
+    return TrainerState(step, 1.5, 0, 0, None, 1, "2", {})
 
 
 def save(checkpoints: Checkpointer, *steps: int) -> None:

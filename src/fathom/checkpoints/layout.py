@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from fathom.report import PAGE as PAGE
@@ -67,12 +66,6 @@ def step_number(name: str) -> int | None:
     """The step in a checkpoint directory's name; None for other names."""
     number = name.removeprefix("step-")
     return int(number) if name.startswith("step-") and number.isdigit() else None
-
-
-def from_root(name: str) -> str:
-    """A path that is there, made absolute, with the step that it names; other names, such as the Hub's, unchanged."""
-    path, at, step = name.partition("@")
-    return f"{os.path.abspath(path)}{at}{step}" if os.path.exists(path) else name
 
 
 def run_and_step(where: str | Path) -> tuple[Path, int | None] | None:

@@ -71,7 +71,8 @@ class Arm:
     @property
     def open(self) -> list[int]:
         """Places of the overrides that wait for a number."""
-        return [i for i, word in enumerate(self.overrides) if AS_LARGE in word.partition("=")[2]]
+        values = [word.partition("=")[2].strip(" '\"") for word in self.overrides]
+        return [i for i, value in enumerate(values) if AS_LARGE in (value if "{" in value else value[: len(AS_LARGE)])]
 
     @property
     def own_steps(self) -> bool:
@@ -132,7 +133,7 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
         return without_embeddings(with_number(number).recipe(base).config())
 
     wanted = without_embeddings(others[name].recipe(base).config())
-    first, step = _allowed(parameters)
+    first, step = _allowed(parameters, key.rpartition(".")[2])
     least = parameters(first)
     each = parameters(first + step) - least  # parameters are linear in the number
     nearest = first + step * max(0, round((wanted - least) / each))
@@ -144,13 +145,15 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     return with_number(nearest)
 
 
-def _allowed(parameters: Callable[[int], int]) -> tuple[int, int]:
-    """The first number that a key may have, and the step to the next one."""
+def _allowed(parameters: Callable[[int], int], key: str) -> tuple[int, int]:
+    """The first number that a key may have, and the step to the next one. Errors of other keys are raised."""
     found: list[int] = []
     for number in range(1, MOST_REFUSED + 1):
         try:
             parameters(number)
         except SettingsError as error:
+            if key not in str(error):
+                raise
             refused = error
             continue
         found.append(number)

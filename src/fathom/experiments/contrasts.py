@@ -49,7 +49,8 @@ def sentence(name: str, arms: str, value: Difference) -> str:
     """A contrast's value in words."""
     if value.half_width is None:
         return f"the contrast {name} ({arms}) is {value}, without an interval"
-    return f"the contrast {name} ({arms}) is {value} nats, {'' if value.significant else 'not '}significant"
+    said = "not tested" if value.p_holm is None else "significant" if value.significant else "not significant"
+    return f"the contrast {name} ({arms}) is {value} nats, {said}"
 
 
 def parse_contrasts(text: str, arms: Collection[str]) -> tuple[Contrast, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,7 @@ from pathlib import Path
 from fathom.checkpoints.find import finished_model
 from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, WEIGHT_HASHES
 from fathom.errors import SettingsError
-from fathom.recipe import Recipe, differences, load_recipe, values_of
+from fathom.recipe import Distill, Recipe, differences, load_recipe, values_of
 from fathom.report import html
 from fathom.report.files import write_atomically
 from fathom.report.numbers import DASH, short, signed
@@ -111,9 +112,12 @@ def read_run(directory: Path) -> RunFacts:
 
 
 def _here(directory: Path, recipe: Recipe) -> Recipe:
-    """The recipe; the finished model, of the same shape, stands in for its source, which may be gone or elsewhere."""
+    """The recipe with what is there: the finished model for the run's source, which has its shape, and no teacher."""
     source, model = recipe.model.get("from_pretrained"), finished_model(directory)
-    if source is None or model is None:
+    if model is None:
+        return recipe
+    recipe = replace(recipe, distill=Distill())  # its memory is no part of the page
+    if source is None:
         return recipe
     return replace(recipe, model={**recipe.model, "from_pretrained": str(model)})
 
@@ -300,6 +304,8 @@ def _gap(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
             yield f"They were scored on different held-out text ({sizes} bytes), so no difference is given."
             return
         gap = scores[0].bits_per_byte - scores[1].bits_per_byte
+        if not math.isfinite(gap):
+            return
         words = f"{names[0]} minus {names[1]}: {signed(gap)} bits per byte on the held-out split, without an interval."
         yield f"{words} `fathom evaluate` pairs them by document."
 

@@ -114,7 +114,7 @@ def _require_same_inputs(trainer: TrainerState, training: Training, branches: bo
         raise SettingsError(
             f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
         )
-    if trainer.teacher != training.teacher_fingerprint and not branches:
+    if trainer.teacher not in (None, training.teacher_fingerprint) and not branches:
         raise SettingsError(
             f"distill.teacher={recipe.distill.teacher}: differs from the teacher with which this run began"
         )
@@ -145,7 +145,7 @@ class Run:
         branch = planned if isinstance(planned, Branch) and planned.begins else None
         recipe = planned.recipe if isinstance(planned, Branch) else planned
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
-        self._recipe_text = recipe.from_root().to_yaml()
+        self._recipe_text = recipe.to_yaml()
         self.display = Display(recipe.track.display if ranks.first else "none", recipe.train.steps)
         if name := recipe.model.get("from_pretrained"):
             self.display.say(f"opening {name}")
@@ -336,7 +336,7 @@ class Run:
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         collections = self.training.plan.epochs(self.step)
         found = RunResult(self.step, self.tokens, self.meter.seconds, self.epochs, evaluation, collections)
-        facts = Facts(self.recipe.to_yaml(), found.step, found.tokens, asdict(evaluation))
+        facts = Facts(self._recipe_text, found.step, found.tokens, asdict(evaluation))
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         if self.ranks.first:
             write_json(self.run_dir / RESULT, found)

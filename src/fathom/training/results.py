@@ -107,8 +107,9 @@ class Evaluation(Score):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the text that was read, which tells whether two evaluations read the same; 0 of a puzzle."""
-        return round(self.loss * self.tokens / math.log(2) / self.bits_per_byte) if self.bits_per_byte else 0
+        """Bytes of the text that was read, which tells whether two evaluations read the same; 0 if it is not known."""
+        count = self.loss * self.tokens / math.log(2) / self.bits_per_byte if self.bits_per_byte else 0.0
+        return round(count) if math.isfinite(count) else 0
 
     @property
     def how(self) -> str:
@@ -173,12 +174,12 @@ class TrainerState:
     corpus: int
     """Fingerprint of the tokens."""
     tokenizer: str | None
-    teacher: str | None
-    """Fingerprint of its weights."""
     world_size: int
     torch: str
     hooks: dict[str, dict[str, object]]
     """States of the hooks that have one."""
+    teacher: str | None = None
+    """Fingerprint of a teacher."""
 
 
 def held_out(run_dir: Path) -> Evaluation:

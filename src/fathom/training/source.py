@@ -11,7 +11,7 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import MANIFEST
+from fathom.checkpoints.layout import CONFIG, MANIFEST
 from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
@@ -36,11 +36,12 @@ def source_of(source: str, key: str) -> Path | Saved:
 
 
 def fingerprint(source: str) -> str:
-    """A digest that changes with the weights: of the hashes of a run's checkpoint, or of samples of files."""
+    """A digest of a checkpoint: of a run's hashes, or of the configuration and samples of the weights."""
     found, digest = model_directory(source), hashlib.blake2b(digest_size=16)
     if found is None:
         digest.update((find_checkpoint(source).directory / MANIFEST).read_bytes())
         return digest.hexdigest()
+    digest.update((found / CONFIG).read_bytes())
     for path in sorted(found.glob("*.safetensors")):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
