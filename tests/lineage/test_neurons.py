@@ -192,6 +192,8 @@ def test_neither_order_nor_rotation_chooses_the_experts(tmp_path):
     other = edited(one, tmp_path / "other", moved)
     read = []
     for weights in map(open_weights, (one, other)):
+        assert neurons.experts(weights, 0) == sorted(neurons.experts(weights, 0)), "by number first"
+        weights.ranked = True
         chosen = neurons.experts(weights, 0)
         read.append({weights.tensor("down", 0, None, expert).tobytes() for expert in chosen})
         assert len(chosen) == len(set(chosen)) == 16 and chosen != sorted(chosen)

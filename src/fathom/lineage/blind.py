@@ -213,10 +213,11 @@ def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
 
     The first of a model is kept: controls ask for it again, and for no other.
     """
-    known: dict[tuple[tuple[int, int], ...], Basis] = weights.memo.setdefault("blind", {})
-    found = known.get(tuple(chosen)) or _basis(weights, chosen)
+    known: dict[tuple[object, ...], Basis] = weights.memo.setdefault("blind", {})
+    key = (weights.ranked, *chosen)
+    found = known.get(key) or _basis(weights, chosen)
     if not known:
-        known[tuple(chosen)] = found
+        known[key] = found
     return found
 
 

@@ -168,7 +168,7 @@ def _unseen(weights: Weights) -> Iterator[str]:
         return
     layer = max(layers, key=weights.experts)
     if (seen := len(neurons.experts(weights, layer))) < (most := weights.experts(layer)):
-        which = "half of them those with the longest router rows"
+        which = "by number, and by the length of their router rows"
         yield f"{weights.name}: {seen} of {most} experts of a layer are compared, {which}"
 
 
@@ -304,8 +304,27 @@ def _without_tokenizer(
     fit, held = blind.split(maps, options.drawn)
     if not fit or not held:
         return Blind(counts), {}, BLIND_NEEDS
-    groups, seen = blind.windows(maps, held, a, b), []
-    for some in blind.fits(maps, fit, options.drawn)[: None if options.most is None else 1]:  # of controls, the first
+    groups = blind.windows(maps, held, a, b)
+    fits = blind.fits(maps, fit, options.drawn)[: None if options.most is None else 1]  # of controls, the first
+    try:
+        return _blind(a, b, counts, list(product(_choices(a, b), fits)), groups, options, progress)
+    finally:
+        a.ranked = b.ranked = False
+
+
+def _blind(
+    a: Weights,
+    b: Weights,
+    counts: dict[str, list[NeuronCount]],
+    fits: list[tuple[bool, blind.Maps]],
+    groups: list[blind.Pairs],
+    options: Options,
+    progress: Told,
+) -> tuple[Blind, dict[str, awm.Alignment], str]:
+    """The blind frame of the first fit in which something is found; each is a choice of experts, and of maps."""
+    seen = []
+    for ranked, some in fits:
+        a.ranked = b.ranked = ranked
         progress("layers without a tokenizer")
         one, other = blind.frame(a, b, some)
         tries = _held_out(a, b, (one, other), groups, options)
@@ -316,6 +335,12 @@ def _without_tokenizer(
             matched = [count.layers for count in found]
             return Blind(counts | {"blind": found}, [frame], matched), {"blind": _turn(frame)}, ""
     return Blind(counts | {"blind": max(seen, key=_paired)}), {}, ""
+
+
+def _choices(a: Weights, b: Weights) -> list[bool]:
+    """How experts are chosen: by number, and in mixtures of which some are not read also by rank, last."""
+    most = max(w.experts(i) for w in (a, b) for i in range(w.geometry.layers) if w.has("down", i))
+    return [False] if most <= blind.EXPERTS else [False, True]
 
 
 def _paired(counts: list[NeuronCount]) -> int:
@@ -346,7 +371,7 @@ def _held_out(
                 found = neurons.agreement(neurons.by_roles(side, other, gated), options.drawn)
                 some.append(NeuronCount((i, j), *found))
         for best, some in zip(out, tries, strict=True):
-            best.append(replace(max(some, key=lambda count: count.paired), among=len(group)))
+            best.append(replace(max(some, key=lambda count: count.paired), among=len(group) * (1 + a.ranked)))
     return out
 
 

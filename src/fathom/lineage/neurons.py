@@ -133,19 +133,19 @@ class Neurons:
 
 
 def experts(weights: Weights, index: int, most: int | None = None) -> list[int]:
-    """The experts of a layer that are read: half of them those with the longest router rows, the rest evenly spaced.
+    """The experts of a layer that are read, evenly spaced by number.
 
-    Rows are measured from their mean, which moves no choice. Neither the order of experts nor a rotation changes which
-    experts these are.
+    If they are `ranked`, half of them are those with the longest router rows, measured from their mean, which moves no
+    choice. Neither the order of experts nor a rotation changes which these are, but training does.
     """
     count = weights.experts(index)
     most = min(count, most or max(EXPERTS, MANY // max(weights.neurons(index), 1)))
-    ranked = np.arange(count)
-    if most < count and (rows := weights.router(index)) is not None:
-        gain = weights.tensor("ffn_norm", index) if weights.has("ffn_norm", index) else 1
-        rows = rows * gain
-        ranked = np.argsort(-np.linalg.norm(rows - rows.mean(0), axis=1), kind="stable")
-    first, rest = np.split(ranked, [most // 2])
+    rows = weights.router(index) if weights.ranked and most < count else None
+    if rows is None:
+        return [*dict.fromkeys(np.linspace(0, count - 1, most).astype(int).tolist())]
+    rows = rows * (weights.tensor("ffn_norm", index) if weights.has("ffn_norm", index) else 1)
+    places = np.argsort(-np.linalg.norm(rows - rows.mean(0), axis=1), kind="stable")
+    first, rest = np.split(places, [most // 2])
     return np.concatenate([first, rest[np.linspace(0, len(rest) - 1, most - len(first)).astype(int)]]).tolist()
 
 

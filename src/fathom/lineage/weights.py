@@ -106,6 +106,8 @@ class Weights:
     """Tensors with unusable values (not finite, or beyond 1e15), and the number of such values in one read."""
     memo: dict[str, Any] = field(default_factory=dict)
     """Measurements on these weights alone."""
+    ranked: bool = False
+    """Whether the experts that are read are chosen by their router rows, not by number."""
 
     @property
     def origin(self) -> Origin:
