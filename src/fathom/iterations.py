@@ -1,4 +1,7 @@
-"""Loop iterations per token: the limit at run time (`--max-trips`), and the number made."""
+"""Loop iterations per token: the limit at run time (`--max-trips`), and the number made.
+
+What `reasoning_effort` means is in `inference/server.py`.
+"""
 
 from __future__ import annotations
 

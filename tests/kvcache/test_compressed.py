@@ -304,7 +304,7 @@ def test_prompts_of_two_threads(model):
 def test_a_block_within_another_is_refused(model):
     """The outer one would win, which nobody asked for."""
     with compressed(model, "tova"):
-        with pytest.raises(ValueError, match="in such a block already"), compressed(model, "drop", ratio=0.25):
+        with pytest.raises(ValueError, match="block already; a second one"), compressed(model, "drop", ratio=0.25):
             pass
         with compressed(model_of("llama", seed=1), "drop"):  # the control: another model
             pass

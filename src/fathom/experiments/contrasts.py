@@ -3,7 +3,7 @@
     interaction=m_loop - m_once - d_loop + d_once
 
 Their weights sum to zero, so that a change of all losses alike changes none of them.
-`differences.py` corrects their p-values together with those of the differences.
+Their p-values are corrected with the others, by `differences.py` in a comparison and `multipliers.py` in a ladder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who does the tasks of a directory."""
+"""The worker processes of a comparison or ladder: how many, and with how many threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""φ: the value of another iteration of a layer, relative to another layer.
+"""φ, the exponent of iterations: a layer that runs r times is worth r^φ layers.
 
     L = E + A (N_once + r^φ N_rec)^-α + B D^-β
 

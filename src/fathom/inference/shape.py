@@ -110,7 +110,7 @@ class Shapes:
             raise wrong(name, HALF) from error
 
     def ready(self, wanted: Wanted) -> Shape | None:
-        """The constraints of a request whose grammar is compiled already."""
+        """The constraints of a request whose grammar is compiled already; None if it is not."""
         kept = self.grammars.kept(wanted.grammar)
         return None if kept is None else Shape(self.grammars, wanted, kept)
 

@@ -275,7 +275,7 @@ class CallReader:
 
 def may_begin(text: str, strings: Sequence[str]) -> str:
     """The longest end of a text with which one of these strings begins; the strings are sorted."""
-    # A string that begins with `end` is the first that is not before it.
+    # If any string begins with `end`, so does the first one that does not sort before `end`.
     ends = (text[-n:] for n in range(min(len(text), max(map(len, strings), default=0)), 0, -1))
     places = ((end, bisect_left(strings, end)) for end in ends)
     return next((end for end, at in places if at < len(strings) and strings[at].startswith(end)), "")

@@ -167,7 +167,9 @@ def refuse_block(
     """Refuse a block within another one, and invalid values before the first prompt."""
     Schedule.at(1 << 20, sinks, ratio)
     if decoder in _OPEN:
-        raise ValueError("compressed: this model is in such a block already, which would compress its prompts twice")
+        raise ValueError(
+            "compressed: this model is in a `with compressed(...)` block already; a second one compresses twice"
+        )
     if window is None and kept:
         raise ValueError("kept is the entries that stay in a window: give window too")
     if window is not None and while_decoding:

@@ -157,7 +157,7 @@ class FathomConfig(DecoderConfig):
         if self.intermediate_size % self.experts_per_token:
             raise ValueError(
                 f"intermediate_size ({self.intermediate_size}) must be a multiple of experts_per_token "
-                f"({self.experts_per_token}): each expert has an equal part of it"
+                f"({self.experts_per_token}): an expert has the one divided by the other"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Resolve the name of a checkpoint in a recipe, and open it."""
+"""Resolve the name of a checkpoint in a recipe, open it, and make the fingerprint by which a teacher is known."""
 
 from __future__ import annotations
 

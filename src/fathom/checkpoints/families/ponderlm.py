@@ -93,7 +93,7 @@ def _ponder2(config: Values, hidden_size: int) -> Values:
 def _kind(config: Values, name: str, allowed: tuple[str, ...]) -> str:
     kind = str(config.get("model_type"))
     if kind not in allowed:
-        raise ValueError(f"{kind} with keys of {name}, whose public code is for {', '.join(allowed)} only")
+        raise ValueError(f"model_type={kind} with keys of {name}, whose authors' code has only {', '.join(allowed)}")
     return kind
 
 

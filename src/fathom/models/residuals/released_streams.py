@@ -121,7 +121,7 @@ class ReleasedStreams(Residual):
         return (streams, first.expand(*streams.shape[:2], -1))
 
     def maps(self, streams: Tensor) -> list[Tensor]:
-        """The logits u, v `[B, T, n]` and M `[B, T, n²]`, in at least float32."""
+        """Before σ and Sinkhorn: u (read) and v (write) `[B, T, n]`, M (mix) `[B, T, n²]`, in at least float32."""
         flat = widen(streams.flatten(2))
         inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
         weight = widen(self.projection.weight)
