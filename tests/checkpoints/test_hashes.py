@@ -85,4 +85,7 @@ def test_a_finished_run_with_a_damaged_model_is_refused(recipe: Recipe, tmp_path
 def test_training_does_not_begin_with_damaged_weights(recipe: Recipe, model: Path, tmp_path: Path) -> None:
     flip(model / "model.safetensors")
     with pytest.raises(SettingsError, match=r"model.from_pretrained=.*does not have the hash"):
-        train(recipe.override("model=null", "data.other_tokenizer=true", f"model.from_pretrained={model}"), tmp_path)
+        train(
+            recipe.override("model=null", "data.other_tokenizer=true", f"model.from_pretrained={model}"),
+            tmp_path / "run",
+        )
