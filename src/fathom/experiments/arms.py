@@ -135,7 +135,7 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     wanted = without_embeddings(others[name].recipe(base).config())
     first, step = _allowed(parameters, key.rpartition(".")[2])
     least = parameters(first)
-    each = parameters(first + step) - least  # parameters are linear in the number
+    each = max(parameters(first + step) - least, 1)  # parameters are linear in the number
     nearest = first + step * max(0, round((wanted - least) / each))
     if abs((found := parameters(nearest)) - wanted) > NEAR * wanted:
         raise SettingsError(

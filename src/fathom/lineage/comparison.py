@@ -339,7 +339,7 @@ def _blind(
 
 def _choices(a: Weights, b: Weights) -> list[bool]:
     """How experts are chosen: by number, and in mixtures of which some are not read also by rank, last."""
-    most = max(w.experts(i) for w in (a, b) for i in range(w.geometry.layers) if w.has("down", i))
+    most = max((w.experts(i) for w in (a, b) for i in range(w.geometry.layers) if w.has("down", i)), default=1)
     return [False] if most <= blind.EXPERTS else [False, True]
 
 

@@ -64,6 +64,7 @@ class Training:
     teacher: FathomForCausalLM | None = None
     """The model from which this one is distilled."""
     teacher_fingerprint: str | None = None
+    """A digest of its checkpoint, by which a resumed run knows it."""
 
     @property
     def micro_batch(self) -> int:

@@ -107,14 +107,14 @@ def train(
         return Run(recipe, place, ranks, callbacks, stack, command).train()
 
 
-def _require_same_inputs(trainer: TrainerState, training: Training, branches: bool) -> None:
-    """Refuse to go on with another corpus, or with another teacher unless the run branches."""
+def _require_same_inputs(trainer: TrainerState, training: Training) -> None:
+    """Refuse to resume or branch with another corpus or teacher."""
     recipe = training.recipe
     if trainer.corpus != training.data.fingerprint:
         raise SettingsError(
             f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
         )
-    if trainer.teacher not in (None, training.teacher_fingerprint) and not branches:
+    if trainer.teacher not in (None, training.teacher_fingerprint):
         raise SettingsError(
             f"distill.teacher={recipe.distill.teacher}: differs from the teacher with which this run began"
         )
@@ -163,7 +163,7 @@ class Run:
         self.training = build_training(recipe, ranks, begins=saved is None)
         trainer = None if saved is None else trainer_state(saved)
         if trainer is not None:
-            _require_same_inputs(trainer, self.training, branch is not None)
+            _require_same_inputs(trainer, self.training)
         ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
             self._settle(branch, command)
