@@ -98,7 +98,7 @@ def test_the_model_of_another_run_and_what_was_put_into_an_export_stay(tmp_path)
         model.mkdir(parents=True)
         (model.parent / "recipe.yaml").touch()
         (model / "README.md").write_text("Exported by Fathom")
-    with pytest.raises(ModelError, match="is the model of another run"):
+    with pytest.raises(ModelError, match="is the model of the run"):
         export(mine, other)
     (other.parent / "recipe.yaml").unlink()  # no run's, so an export like any other
     require_replaceable(other, mine)

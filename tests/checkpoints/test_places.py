@@ -138,6 +138,10 @@ def test_a_run_replaces_no_recipe_that_was_written_by_hand(
         assert path.read_text() == hand
     path.write_text(recipe.to_yaml())  # as a run that was stopped at once leaves it
     require_place(load_recipe(path), path.parent)
+    path.write_text(hand)
+    (path.parent / ".lock").touch()  # a run began here
+    require_place(load_recipe(path), path.parent)
+    (path.parent / ".lock").unlink()
     made(tmp_path / "downloads" / "model", HOLDS["a model"])
     with pytest.raises(SettingsError, match=r"holds a model \(model\)"):
         require_place(recipe, tmp_path / "downloads")

@@ -90,7 +90,9 @@ def _require_floats(tensors: Mapping[str, TensorInfo], config: Mapping[str, obje
     for name, info in tensors.items():
         is_weight = config.get("model_type") == OWN or (WEIGHT.search(name) and len(info.shape) < 4)
         if is_weight and info.dtype not in FLOATS:
-            said = f"is stored as {info.dtype}, not as floats, and {CONFIG} names no packed format"
+            said = (
+                f"is stored as {info.dtype}, not as floats, and {CONFIG} names no packed format that transformers opens"
+            )
             raise ModelError(f"{info.file}: tensor {name!r:.120} {said}")
 
 

@@ -42,7 +42,7 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
 }
 FORMS = ("fathom", "native", "unrolled", "gguf", *FAMILIES)
-FOLDERS = {"additional_chat_templates", "__pycache__", ".cache"}
+FOLDERS = {"additional_chat_templates", "__pycache__", ".cache", ".ipynb_checkpoints"}
 """Folders that an export may hold: transformers' own, and what opening or publishing it leaves."""
 
 
@@ -319,9 +319,9 @@ def require_replaceable(directory: Path, *models: Path) -> None:
     if is_read(directory):
         raise ModelError(f"{directory} is the model itself; choose another path")
     if models and directory.name == MODEL and (run / RECIPE).exists() and not is_read(run):
-        raise ModelError(f"{directory} is the model of another run; choose another path")
+        raise ModelError(f"{directory} is the model of the run {run}; choose another path")
     if not _is_export(directory):
-        raise ModelError(f"{directory} exists and is not an earlier export; choose another path")
+        raise ModelError(f"{directory} exists and is not an earlier export; delete it, or choose another path")
 
 
 def _is_export(directory: Path) -> bool:

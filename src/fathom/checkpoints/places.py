@@ -105,7 +105,7 @@ def require_file(file: Path, what: str, is_own: Callable[[Path], bool]) -> None:
     if file.is_dir():
         raise SettingsError(f"{file} is a directory; choose a file")
     if file.exists() and not (file.is_file() and (file.stat().st_size == 0 or is_own(file))):
-        raise SettingsError(f"{file} exists and is not {what}; choose another file")
+        raise SettingsError(f"{file} exists and is not {what}; delete it, or choose another file")
 
 
 def is_page(file: Path) -> bool:

@@ -77,7 +77,8 @@ def run(options: Namespace) -> int:
         return 0
     for data in looked:
         depth = f", {sum(data.trips) / len(data.trips):.2f} iterations per token" if data.halts else ""
-        print(f"{data.model}: {data.read}, {data.bits_per_token:.2f} bits per token{depth}")
+        bits = f"{data.bits_per_token:.2f} bits per token" if len(data.tokens) > 1 else "none of them predicted"
+        print(f"{data.model}: {data.read}, {bits}{depth}")
     if out is not None:
         print(f"{out}: {out.stat().st_size / 1e3:,.0f} KB")
     return 0

@@ -107,7 +107,11 @@ class LensData:
     def read(self) -> str:
         """How much of the text was read, in words."""
         count = len(self.tokens)
-        return f"the first {count:,} of {count + self.dropped:,} tokens" if self.dropped else f"{count:,} tokens"
+        return (
+            f"the first {count:,} of {count + self.dropped:,} tokens"
+            if self.dropped
+            else f"{count:,} token{'s' * (count > 1)}"
+        )
 
     @property
     def unshown(self) -> str:

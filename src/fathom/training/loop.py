@@ -27,7 +27,7 @@ from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
-from fathom.report.files import asdict, write_atomically, write_json
+from fathom.report.files import LOCK, asdict, write_atomically, write_json
 from fathom.report.files import claimed as locked
 from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.branching import CHANGEABLE, Branch, begin
@@ -432,7 +432,12 @@ def require_place(recipe: Recipe, run_dir: Path) -> None:
         if finished_model(run_dir):
             raise SettingsError(f"{run_dir} holds a model ({MODEL}) that no run wrote; choose another directory")
         return
-    if contents(run_dir) == ("a recipe", RECIPE) and path.read_text("utf-8") != load_recipe(path).to_yaml():
+    begun = (run_dir / LOCK).exists()  # a run that was stopped before its first step
+    if (
+        not begun
+        and contents(run_dir) == ("a recipe", RECIPE)
+        and path.read_text("utf-8") != load_recipe(path).to_yaml()
+    ):
         raise SettingsError(f"{path} is not a run's, and a run would write over it; choose another directory")
     require_same(recipe, run_dir)
 
