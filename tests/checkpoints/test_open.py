@@ -313,7 +313,13 @@ def test_integers_that_are_no_weights_are_let_through(copy):
     stored(copy, torch.int8)
     with pytest.raises(ModelError, match="is stored as I8"):
         check_checkpoint(copy)
-    edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes"})
+    packed = {"quantization_config": {"quant_method": "bitsandbytes"}}
+    edit(copy / "config.json", text_config={"decoder": packed})
+    assert check_checkpoint(copy)
+    edit(copy / "config.json", text_config={"decoder": {}})
+    with pytest.raises(ModelError, match="is stored as I8"):
+        check_checkpoint(copy)
+    edit(copy / "config.json", **packed)
     assert check_checkpoint(copy)
 
 

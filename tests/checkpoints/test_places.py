@@ -9,15 +9,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fathom.checkpoints.export import require_replaceable
 from fathom.checkpoints.layout import RECIPE
-from fathom.checkpoints.places import Kind, contents, is_file_with, is_page, require_file, require_folder
+from fathom.checkpoints.places import LITTER, Kind, contents, is_file_with, is_page, require_file, require_folder
 from fathom.cli.main import main
-from fathom.corpus.pipeline import RUN
+from fathom.corpus.pipeline import RUN, _is_ours
 from fathom.corpus.recipe import load_corpus_recipe
 from fathom.corpus.stage import STAGES
 from fathom.data.shards import INDEX
 from fathom.deepen import screen_page, search_page, spans, trial
-from fathom.errors import SettingsError
+from fathom.errors import ModelError, SettingsError
 from fathom.evaluation import deepened
 from fathom.experiments.paper_table import TABLE
 from fathom.lineage.publishing.portrait import SIZE, is_portrait, png
@@ -125,6 +126,19 @@ def test_one_s_own_folder_is_taken_and_so_is_a_free_one(tmp_path: Path) -> None:
     for place in (tmp_path / "notes" / "notes.txt", tmp_path / "notes" / "notes.txt" / "run"):
         with pytest.raises(SettingsError, match=r"is a file|is not a directory"):
             require_folder(place, "a run")
+
+
+def test_what_a_desktop_leaves_is_nothing(tmp_path: Path) -> None:
+    folder = made(tmp_path / "out", dict.fromkeys(LITTER, ""))
+    require_replaceable(folder)
+    trial._opened(trial.Trial("base"), folder)
+    assert _is_ours(made(tmp_path / "corpus", dict.fromkeys(LITTER, "")))
+    made(tmp_path / "corpus", {"notes.txt": "mine"})
+    assert not _is_ours(tmp_path / "corpus")
+    with pytest.raises(ModelError, match="not an earlier export"):
+        require_replaceable(tmp_path / "corpus")
+    with pytest.raises(SettingsError, match="holds no trial"):
+        trial._opened(trial.Trial("base"), tmp_path / "corpus")
 
 
 def test_a_run_replaces_no_recipe_that_was_written_by_hand(

@@ -150,6 +150,16 @@ def test_bad_requests_are_one_line(words, says, tmp_path, capsys, bases):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("words", [["--screen"], ["--with", "loop", "--search"], ["--exit"]])
+def test_text_that_is_not_there_is_refused_before_the_model_is_opened(words, tmp_path, capsys):
+    text, out = tmp_path / "text.txt", str(tmp_path / "out")
+    assert main(["deepen", "no/model", *words, "--text", str(text), "--out", out]) == 2
+    assert "text.txt" in capsys.readouterr().err
+    text.write_text("A document.")
+    assert main(["deepen", "no/model", *words, "--text", str(text), "--out", out]) == 2
+    assert "no/model" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind,says", [("t5", "is a t5 model; Fathom opens"), (None, "no such directory")])
 def test_families_that_cannot_are_one_line(kind, says, tmp_path, capsys):
     place = tmp_path / "model"

@@ -84,8 +84,7 @@ def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, o
 
 def _require_floats(tensors: Mapping[str, TensorInfo], config: Mapping[str, object]) -> None:
     """Refuse weights that are stored as integers, which transformers would convert, unless they are quantised."""
-    parts = (config, *(part for part in config.values() if isinstance(part, dict)))
-    if any(key in part for part in parts for key in QUANTISED):
+    if _is_quantised(config):
         return
     for name, info in tensors.items():
         is_weight = config.get("model_type") == OWN or (WEIGHT.search(name) and len(info.shape) < 4)
@@ -94,6 +93,13 @@ def _require_floats(tensors: Mapping[str, TensorInfo], config: Mapping[str, obje
                 f"is stored as {info.dtype}, not as floats, and {CONFIG} names no packed format that transformers opens"
             )
             raise ModelError(f"{info.file}: tensor {name!r:.120} {said}")
+
+
+def _is_quantised(config: object) -> bool:
+    """Whether a configuration, or a part of it at any depth, names a packed format."""
+    return isinstance(config, dict) and (
+        any(key in config for key in QUANTISED) or any(_is_quantised(part) for part in config.values())
+    )
 
 
 def _files(directory: Path) -> set[str]:

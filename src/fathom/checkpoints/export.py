@@ -22,6 +22,7 @@ from fathom.checkpoints.families import FAMILIES, family_of, native_config, to_t
 from fathom.checkpoints.find import Facts
 from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, MODEL, RECIPE, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
+from fathom.checkpoints.places import is_empty
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.checkpoints.to_gguf import MAGIC, MARK, write_gguf
@@ -332,7 +333,7 @@ def _is_export(directory: Path) -> bool:
                 return directory.suffix == ".gguf" and head.startswith(MAGIC) and MARK.encode() in head
         if any(path.is_dir() and path.name not in FOLDERS for path in directory.iterdir()):
             return False
-        return not any(directory.iterdir()) or MARK in (directory / CARD).read_text(encoding="utf-8")
+        return is_empty(directory) or MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
 

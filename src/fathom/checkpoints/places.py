@@ -67,6 +67,8 @@ KEYS: tuple[tuple[Kind, str, str], ...] = (
 """JSON files whose names do not tell the kind, and a key that does."""
 WRITTEN = (METRICS, RESULT, REPORT, PAGE, "card.md", "portrait-a.png", "portrait-b.png", "spans.html", "screen.html")
 """Files that a command writes, which are somebody else's where nothing tells the kind of folder."""
+LITTER = {".DS_Store", "Thumbs.db", "desktop.ini"}
+"""Files that desktops leave in every folder that they show."""
 
 
 def contents(folder: Path) -> tuple[Kind, str] | None:
@@ -79,6 +81,11 @@ def contents(folder: Path) -> tuple[Kind, str] | None:
         if is_file_with(key)(folder / name):
             return kind, name
     return next((("other files", name) for name in WRITTEN if (folder / name).exists()), None)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a folder holds nothing but what a desktop left."""
+    return {path.name for path in folder.iterdir()} <= LITTER
 
 
 def require_folder(folder: Path, *own: Kind) -> None:

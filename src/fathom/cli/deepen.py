@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import typing
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -160,6 +160,9 @@ def _exit(options: Namespace) -> int:
     if options.documents is not None:
         given["documents"] = _number(int, "documents", {"documents": options.documents})
     bound = Bound(**{name: value for name, value in given.items() if value is not None})
+    _require_text(options.text)
+    if options.shifted:
+        _require_text(options.shifted)
     made = set_exit(options.model, options.out, options.text, bound, options.shifted)
     print(to_json(made.to_dict()) if options.json else _exit_words(made))
     return 0
@@ -183,6 +186,13 @@ def _exit_words(made: Chosen) -> str:
     if made.shifted:
         rows["on other text"] += " (measured; nothing is guaranteed there)"
     return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+def _require_text(text: Sequence[str]) -> None:
+    """Refuse text that cannot be read before a model is opened, which may take minutes."""
+    from fathom.evaluation.perplexity import read_domains
+
+    read_domains(text, limit=1)
 
 
 def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
@@ -209,6 +219,7 @@ def _screen(options: Namespace) -> int:
         sizes["documents"] = _number(int, "documents", {"documents": options.documents})
     asked = Screen(**{name: value for name, value in sizes.items() if value is not None})
     require_folder(options.out, "a search")
+    _require_text(options.text)
     model, tokenizer = _opened(options.model)
     found = screen(model, tokenizer, options.text, asked)
     write(options.out, options.model, found)
@@ -237,6 +248,7 @@ def _search(options: Namespace, request: Request) -> int:
         tokens=Search().tokens if options.tokens is None else options.tokens,
     )
     require_folder(options.out, "a search")
+    _require_text(options.text)
     model, tokenizer = _opened(options.model)
     if options.sizes is None:
         layers = model.config.num_hidden_layers

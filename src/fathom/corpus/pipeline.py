@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.checkpoints.layout import PLAN, RECIPE
-from fathom.checkpoints.places import contents
+from fathom.checkpoints.places import LITTER, contents
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.contamination import Benchmarks
@@ -184,7 +184,7 @@ def _is_ours(directory: Path) -> bool:
         path = directory / RECIPE
         return kind_of(read_values(path), "train") == "corpus" and _is_written(path)
     begun = {LOCK, f"{LOCK}.held", *(path.name for path in directory.glob(f".{RECIPE}.*.new"))}
-    return {path.name for path in directory.iterdir()} <= begun or (held is not None and held[0] == "a corpus")
+    return {path.name for path in directory.iterdir()} <= begun | LITTER or (held is not None and held[0] == "a corpus")
 
 
 def _is_written(path: Path) -> bool:

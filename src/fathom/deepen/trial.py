@@ -16,6 +16,7 @@ from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-igno
 
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
+from fathom.checkpoints.places import is_empty
 from fathom.corpus.prepare import check_inputs, prepare
 from fathom.data.shards import INDEX
 from fathom.deepen.heal import Healing, anywhere, gains_of
@@ -170,7 +171,7 @@ def _opened(trial: Trial, out: Path) -> Notes:
             typed = f"with `{key}={was}`" if was else f"without `{key}`"
             raise SettingsError(f"`out={out}` holds a trial {typed}; choose another directory")
         return notes
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or not is_empty(out)):
         raise SettingsError(f"`out={out}` exists and holds no trial; choose another directory")
     out.mkdir(parents=True, exist_ok=True)
     notes = Notes(trial)
