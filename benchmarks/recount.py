@@ -113,7 +113,7 @@ def registered(
         holm = f"{corrected[name]:.4f}" if text == "wiki" and name in corrected else "–"
         cells = f"{seeds.mean():+.4f} | {low:+.4f} to {high:+.4f} | {p:.4f} | {holm} | {seen:.4f}"
         yield f"| {name} | {text} | {each} | {cells} |"
-    for variant in ("depth_attention", "uniform_depth"):
+    for variant in ("depth_attention", "uniform_depth", "loop"):
         yield screened(variant, [trained[variant, rates[variant], seed] for seed in SEEDS])
 
 
@@ -139,23 +139,28 @@ def student(t: float) -> float:
 
 
 def screened(variant: str, runs: list[dict[str, Any]]) -> str:
-    """Spearman's correlation of the screen's |z| with the trained |λ|, averaged over seeds."""
-    gates = json.loads((RESULTS / "screen-smollm2.json").read_text(encoding="utf-8"))["gates"]
-    gates = [gate for gate in gates if gate["mechanism"] == variant]
-    places = [
-        (f"model.layers.{gate['place']['layer']}.self_attn.mixer.blend_gates.mix", gate["place"]["head"])
-        for gate in gates
-    ]
-    sizes = np.mean([[abs(run["gates"][name][head]) for name, head in places] for run in runs], 0)
-    cells = (
-        f"{spearman(np.abs([gate[kind] for gate in gates]), sizes):+.2f}" for kind in ("z", "without_gain", "content")
-    )
-    return f"| {variant} | {len(gates)} | {' | '.join(cells)} |"
+    """Spearman's correlation of the screen's |z| with the trained |λ|, averaged over seeds; a loop's over layers."""
+    found = json.loads((RESULTS / "screen-smollm2.json").read_text(encoding="utf-8"))["gates"]
+    pairs = [(gate, size) for gate in found if gate["mechanism"] == variant and (size := trained_size(gate, runs))]
+    kinds = ("z", "without_gain", "content")
+    cells = [spearman([abs(gate[kind]) for gate, _ in pairs], [size for _, size in pairs]) for kind in kinds]
+    return f"| {variant} | {len(pairs)} | {' | '.join(f'{cell:+.2f}' for cell in cells)} |"
 
 
-def spearman(one: np.ndarray, other: np.ndarray) -> float:
-    """Of values without ties."""
-    return float(np.corrcoef(one.argsort().argsort(), other.argsort().argsort())[0, 1])
+def trained_size(gate: dict[str, Any], runs: list[dict[str, Any]]) -> float | None:
+    """|λ| after training where the screen has a gate; None for a layer that the loop leaves out."""
+    layer, head = f"model.layers.{gate['place']['layer']}", gate["place"]["head"]
+    if head is not None:
+        return float(np.mean([abs(run["gates"][f"{layer}.self_attn.mixer.blend_gates.mix"][head]) for run in runs]))
+    names = [f"{layer}.again.0.{part}.gates.gain" for part in ("attn", "mlp")]
+    sizes = [np.abs(run["gates"][name]) for run in runs for name in names if name in run["gates"]]
+    return float(np.mean(sizes)) if sizes else None
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """The rank correlation of values without ties."""
+    ranks = [np.argsort(np.argsort(values)) for values in (one, other)]
+    return float(np.corrcoef(*ranks)[0, 1])
 
 
 def paired(differences: np.ndarray) -> str:

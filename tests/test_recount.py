@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
-from benchmarks import recount
+from benchmarks import recount, retrofit
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 SEEDS = "| size | seed |"
@@ -39,6 +40,45 @@ def test_the_verdict_is_that_of_the_log() -> None:
         assert f"{mean:+.2f}" in page and low in page and high in page, size
     front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
     assert "is not decided: +0.04 (−0.26 to +0.34) nats" in front and "from −0.26 to +0.34" in page
+
+
+def test_the_registered_analysis_is_that_of_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contrasts, intervals, p-values and Holm's correction on invented losses; none while a run is missing."""
+    draw = np.random.default_rng(0)
+    log = retrofit.Log(Path("nowhere.jsonl"))
+    log.rows = [{"step": "score", "variant": None, "rate": None, "seed": None, "losses": invented(draw, 3.0)}]
+    for variant in retrofit.VARIANTS:
+        for rate in retrofit.RATES:
+            row = {"variant": variant, "rate": rate, "seed": 0, "gates": {"": [0.1]}}
+            log.rows.append({"step": "train", **row, "validation": abs(rate - 0.015)})
+        shift = {"depth_attention": -0.01, "loop": 0.002}.get(variant, 0.0)
+        for seed in range(retrofit.SEEDS):
+            row = {"variant": variant, "rate": 0.015, "seed": seed, "gates": {"": [0.1]}}
+            log.rows += [{"step": "train", **row, "validation": 0.0}] if seed else []
+            log.rows.append({"step": "score", **row, "losses": invented(draw, 3 + shift)})
+    monkeypatch.setattr(recount, "lines", lambda _: log.rows)
+    monkeypatch.setattr(recount, "screened", lambda *_: "| screened |")
+    rows = [row for row in recount.retrofit() if " to " in row and row.count("|") == 9]
+    rates = dict.fromkeys(retrofit.VARIANTS, 0.015)
+    assert len(rows) == 16
+    for row in rows[:14]:
+        name, text, *_, mean, ends, p, _, _ = row.strip("| ").split(" | ")
+        found = retrofit.contrast(log, *name.split(" − "), text, rates, range(retrofit.SEEDS))
+        low, high = map(float, ends.split(" to "))
+        assert (float(mean), low, high) == pytest.approx((found["mean"], found["low"], found["high"]), abs=6e-5), row
+        assert float(p) == pytest.approx(found["p"], abs=6e-5), row
+    primary = [row.strip("| ").split(" | ") for row in rows if " − queries | wiki" in row]
+    assert [float(row[6]) for row in primary] == pytest.approx(
+        retrofit.holm([float(row[5]) for row in primary]), abs=4e-4
+    )
+    assert float(primary[0][6]) < 0.05 < float(primary[1][6]), "the planted effect, and its control"
+    log.rows.pop()
+    assert not [row for row in recount.retrofit() if " to " in row and row.count("|") == 9]
+
+
+def invented(draw: np.random.Generator, mean: float) -> dict[str, list[float]]:
+    """Losses of 40 documents of each text, with a seed's own shift."""
+    return {text: (mean + 0.001 * draw.normal() + 0.005 * draw.normal(size=40)).tolist() for text in retrofit.SCORED}
 
 
 def test_the_script_reads_logs_alone() -> None:
