@@ -1,1 +1,1 @@
-"""One size, several arms and seeds: the paired experiment and its report."""
+"""Paired experiments over several seeds: comparisons of arms at one model size, ladders of sizes, and their reports."""

@@ -31,8 +31,8 @@ class Spent(NamedTuple):
 
     @classmethod
     def read(cls, curve: Sequence[tuple[float, float]], whole: float) -> Spent:
-        """From the FLOPs and the accuracy at every evaluation. A run that never solved the puzzle needs more than
-        `whole`, all the FLOPs that it had."""
+        """The bounds on the FLOPs to solve a puzzle, from the (FLOPs, accuracy) pairs of a run's evaluations. A run
+        that never solved the puzzle needs more than `whole`, all the FLOPs that it had."""
         before = 0.0
         for at, share in curve:
             if share >= SOLVED:
@@ -42,7 +42,8 @@ class Spent(NamedTuple):
 
 
 def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
-    """Ratio of the control's FLOPs to an arm's, run by run of the same seeds; None without any."""
+    """The control's FLOPs to solve a puzzle divided by an arm's, over pairs of runs of one seed; None without any
+    pair."""
     if not control:
         return None
     pairs = [
@@ -60,7 +61,7 @@ def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
 
 
 def dropped(pairs: int) -> int:
-    """How many of the lowest and of the highest ratios a 95 % interval may omit."""
+    """How many of the lowest, and as many of the highest, ratios a 95 % interval of the median may leave out."""
     return max((left for left in range((pairs + 1) // 2) if 1 - 2 * below(left, pairs) >= SURE), default=0)
 
 
@@ -70,8 +71,8 @@ def below(left: int, pairs: int) -> float:
 
 
 def puzzle_result(state: State) -> PuzzleResult | None:
-    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it relative to the
-    control's."""
+    """A puzzle's results on a ladder: accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve
+    it relative to the control's."""
     directory = state.ladder.recipe.data.directory
     if not is_puzzle(directory):
         return None
@@ -119,19 +120,20 @@ def _shares(
 
 
 def _accuracy(run: Task, domain: str) -> float:
-    """A run's final accuracy; none for a diverged run."""
+    """A run's final accuracy; 0 for a diverged run."""
     return (held_out(run.run_dir).domains[domain].accuracy or 0.0) if run.done else 0.0
 
 
 def _curve(run: Task, domain: str, steps: int, flops: float, last: float) -> list[tuple[float, float]]:
-    """Training FLOPs and accuracy at every evaluation of a domain, the `last` at the end."""
+    """(Training FLOPs, accuracy) at each evaluation of a domain; a finished run ends with (`flops`, `last`)."""
     key = f"val/{domain}/accuracy"
     lines = [line for line in read_metrics(run.run_dir) if key in line and line["step"] < steps]
     return [(flops * line["step"] / steps, line[key]) for line in lines] + [(flops, last)] * run.done
 
 
 def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
-    """The hardest difficulty at the largest size: runs solved, FLOPs to solve it, and significant differences."""
+    """Sentences on a puzzle's hardest difficulty at the largest size: runs that solved it, FLOPs to solve it, and
+    significant differences."""
     hardest = puzzle.domains[-1]
     last = max(row.index for row in puzzle.rows)
     rows = {row.arm: row.domains[hardest] for row in puzzle.rows if row.index == last and row.seeds}

@@ -70,19 +70,19 @@ class Arm:
 
     @property
     def open(self) -> list[int]:
-        """Places of the overrides that wait for a number."""
+        """Indices of the overrides whose value is `as-large-as-OTHER`, which a number must replace."""
         values = [word.partition("=")[2].strip(" '\"") for word in self.overrides]
         return [i for i, value in enumerate(values) if AS_LARGE in (value if "{" in value else value[: len(AS_LARGE)])]
 
     @property
     def own_steps(self) -> bool:
-        """Whether it sets its own `train.steps` instead of the equal budget."""
+        """Whether the arm sets its own `train.steps` instead of the equal budget."""
         words = [override.partition("=") for override in self.overrides]
         return any(key == "train.steps" or (key == "train" and "steps" in value) for key, _, value in words)
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """Arms from `vanilla,mine=depth_attention;model.mixer_options.stride=1`; the first is the control."""
+    """Parse arms from `vanilla,mine=depth_attention;model.mixer_options.stride=1`; the first arm is the control."""
     arms = [_parse_arm(part.strip()) for part in _parts(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
@@ -93,7 +93,8 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
-    """Every arm's recipe, with the number of steps that spends the control's tokens, training FLOPs or layer visits.
+    """The recipe of every arm, with `train.steps` set so that the arm spends as many tokens, training FLOPs or layer
+    passes as the control.
 
     Args:
         base: What all arms share.
@@ -112,8 +113,8 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 
 def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
-    """An arm with the number in place of `model.experts=as-large-as-OTHER`: the whole one that brings its parameters
-    nearest to the other arm's. The embedding and the head do not count.
+    """An arm with `as-large-as-OTHER` (for instance as the value of `model.experts`) replaced by the integer that
+    brings the arm's parameters nearest to those of the arm OTHER. The embedding and the head do not count.
     """
     if not arm.open:
         return arm
@@ -146,7 +147,8 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
 
 
 def _allowed(parameters: Callable[[int], int], key: str) -> tuple[int, int]:
-    """The first number that a key may have, and the step to the next one. Errors of other keys are raised."""
+    """The smallest value that a configuration key may have, and the distance to the next allowed value. Errors of other
+    keys are raised."""
     found: list[int] = []
     for number in range(1, MOST_REFUSED + 1):
         try:
@@ -169,8 +171,9 @@ def without_embeddings(config: FathomConfig) -> int:
 
 
 def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
-    """A recipe of `steps` steps that reads the control's data step by step: its phases begin at the same steps. Phases
-    that it does not reach are dropped; their collections stay, because the data order depends on all of them.
+    """A recipe of `steps` steps that reads the same data as the control at every step: its data phases begin at the
+    same steps. Phases that it does not reach are dropped; their collections stay, because the data order depends on all
+    of them.
     """
     planned = control.data.later(control.train.steps)
     if steps == control.train.steps or not planned:
@@ -182,7 +185,7 @@ def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
 
 
 def training_flops(recipe: Recipe) -> float:
-    """Training FLOPs of a whole run, of the parameters that it trains."""
+    """Training FLOPs of a whole run, without the weight gradients that frozen parameters do not need."""
     return step_flops(recipe) * tokens(recipe)
 
 
@@ -192,7 +195,7 @@ def tokens(recipe: Recipe) -> int:
 
 
 def training_trips(recipe: Recipe) -> float:
-    """Layer-stack passes of all tokens of a run, in forward passes of training."""
+    """Forward passes through the whole layer stack during training, summed over all tokens of a run."""
     config = recipe.config()
     return training_visits(config)[0] / config.num_hidden_layers * tokens(recipe)
 

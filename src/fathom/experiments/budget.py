@@ -107,7 +107,8 @@ def _step_seconds(recipe: Recipe) -> float:
 
 
 def _resolution(ladder: Ladder) -> Resolution | None:
-    """Half-widths of intervals in simulated ladders of these rungs and seeds; None if there is nothing to fit."""
+    """Expected half-widths of a ladder's intervals, from simulated ladders with as many model sizes and seeds; None if
+    the ladder cannot estimate a multiplier."""
     if len(ladder.sizes) < 2 or max(ladder.seeds) < 2:
         return None
     flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]

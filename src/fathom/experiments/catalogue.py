@@ -1,4 +1,5 @@
-"""The table of `fathom mechanisms`: every registered mechanism and its cost by `models/cost.py`."""
+"""The table that `fathom mechanisms` prints: every registered mechanism, and its cost as `models/cost.py` computes
+it."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ OF_SEVERAL = ("across_trips", "per_visit")
 
 
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
-    """A model's configuration with one axis set and the others at their first value; options of a set mechanism are
-    kept."""
+    """A model's configuration with one mechanism on one axis (such as `mixer`) and the other axes at their default; the
+    options of a mechanism that was set already are kept."""
     keys = config.to_dict()
     if axis != "recurrence" or keys[axis] != name:
         keys["max_trips"] = None  # it depends on the model's own recurrence
@@ -80,7 +81,7 @@ def mechanism_rows(config: FathomConfig) -> Iterator[MechanismRow]:
 
 
 def vanilla_row(config: FathomConfig) -> VanillaRow:
-    """The cost of the decoder with every axis at its default."""
+    """The cost of the decoder without a mechanism: every axis has its default value."""
     vanilla = with_mechanism(config, "mixer", "none")
     return VanillaRow(
         parameters=count_parameters(vanilla),
@@ -91,7 +92,7 @@ def vanilla_row(config: FathomConfig) -> VanillaRow:
 
 
 def mechanism_table(config: FathomConfig) -> Table:
-    """`mechanism_rows` for a terminal, narrow enough for 80 columns."""
+    """The rows of `mechanism_rows` as a table for a terminal, at most 80 columns wide."""
     vanilla = vanilla_row(config)
     caption = (
         f"vanilla: {vanilla.parameters:,} parameters, {_short(vanilla.flops)} FLOPs at {SEQUENCE} tokens, "

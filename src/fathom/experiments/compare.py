@@ -77,9 +77,9 @@ def carry_out(
     quiet: bool = False,
     retry_failed: bool = False,
 ) -> ComparisonReport:
-    """Run what is missing, then write the report; returns the contents of `report.json`. Any number of calls, on any
-    number of machines, may work on one directory; each returns when everything is done. Under torchrun all ranks call
-    it, and train one arm after another.
+    """Run the comparison's unfinished runs, then write the report; returns the contents of `report.json`. Any number of
+    calls, on any number of machines, may work on one directory; each returns when everything is done. Under torchrun
+    all ranks call it, and train one arm after another.
 
     Args:
         plan: The plan of the comparison.
@@ -117,7 +117,7 @@ def slurm_script(out: Path, team: Team) -> str:
 
 
 def together(plan: Plan) -> Ranks:
-    """The ranks that torchrun started; a single process otherwise."""
+    """The process group: the ranks that torchrun started, or a single process without torchrun."""
     if not launched():
         return Ranks()
     if plan.pairs:
@@ -126,7 +126,7 @@ def together(plan: Plan) -> Ranks:
 
 
 def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
-    """The report of the finished runs, with the provenance of the last complete report if there is one."""
+    """Write the report of the finished runs again, with the provenance of the last complete report if there is one."""
     plan_file(out, PLAN, "comparison")  # which must exist
     report = summarize(plan, out, recorded(out / REPORT))
     html.write(out, report, page(report))
@@ -134,7 +134,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
 
 
 def work(out: Path, quiet: bool, ranks: Ranks | None = None) -> bool:
-    """Run one task after another until none is left; False after a signal.
+    """Run the comparison's tasks one after another until none is left; returns False if a signal interrupted.
 
     Of several ranks the first one claims a task and names it to the others, so that all of them train it.
     """

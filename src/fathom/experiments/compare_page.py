@@ -92,7 +92,7 @@ def page(report: ComparisonReport) -> str:
 
 
 def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
-    """Every arm other than the control that finished a seed, and its colour."""
+    """Every arm, except the control, that has finished a seed, each with the index of its colour."""
     return [(i, arm) for i, arm in enumerate(report.arms) if arm.difference is not None]
 
 
@@ -145,7 +145,7 @@ def _curve(report: ComparisonReport, key: str, x_label: str, caption: str = "Ban
 
 
 def _positions(report: ComparisonReport) -> Markup:
-    """Loss, and its difference to the control, over equal parts of the context."""
+    """Plots of the loss, and of its difference to the control's, along the context, which is split into equal parts."""
     control = report.arms[0]
     length = report.recipe["data"]["sequence_length"]
     count = len(control.position_loss)
@@ -174,7 +174,7 @@ def _positions(report: ComparisonReport) -> Markup:
 
 
 def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
-    """The difference to the control over the parts of the context that have targets."""
+    """The curve of an arm's loss difference to the control along the context, for the parts that have targets."""
     rows = [row for row in arm.difference_by_position if row is not None]
     low = [row.low for row in rows if row.low is not None]
     high = [row.high for row in rows if row.high is not None]
@@ -183,7 +183,8 @@ def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
 
 
 def _trips(report: ComparisonReport) -> Markup:
-    """Iterations per token, their correlation with the loss, and the loss they reach; nothing if no token halts."""
+    """Iterations per token, the correlation of a token's loss with its iterations, and the arms' losses; empty if no
+    arm lets tokens halt."""
     arms = [(i, arm, arm.trips) for i, arm in enumerate(report.arms) if arm.trips is not None]
     if not any(trips.shares for *_, trips in arms):
         return Markup()
@@ -216,7 +217,8 @@ def _trips(report: ComparisonReport) -> Markup:
 
 
 def _solved(report: ComparisonReport) -> Markup:
-    """The gap in loss to decoding of arms that read text by Jacobi rounds; nothing without such arms."""
+    """For arms that read text in parallel by Jacobi rounds: how much their loss exceeds that of token-by-token
+    decoding; empty without such arms."""
     rows = []
     for arm in report.arms:
         for found in arm.trips.solved if arm.trips is not None else ():
@@ -328,7 +330,7 @@ def _runs(report: ComparisonReport) -> Markup:
 
 
 def _method(report: ComparisonReport) -> list[str]:
-    """Sentences on what is equal in all arms, and what the numbers mean."""
+    """Sentences on what all arms have in common, and on how to read the numbers."""
     equal = {
         "tokens": "All arms trained on the same number of tokens.",
         "trips": "All arms have the control's tokens times iterations, as counted in training (with Jacobi rounds and "
@@ -366,7 +368,7 @@ def _method(report: ComparisonReport) -> list[str]:
 
 
 def _beyond(report: ComparisonReport) -> str:
-    """Pointers to the limits of one size and one learning rate."""
+    """A note that the results hold for one model size only, with a pointer to ladders."""
     if report.ladder:
         link = Markup('<a href="{}">the whole ladder</a>').format(report.ladder)
         return Markup("This is one model size of a ladder; see {} for the trend with size.").format(link)
@@ -386,7 +388,7 @@ def _epochs(report: ComparisonReport) -> str:
 
 
 def _held_out(report: ComparisonReport) -> list[str]:
-    """The held-out text of the losses."""
+    """Sentences on the held-out text on which the losses are measured."""
     run = next((run for arm in report.arms for run in arm.runs), None)
     if run is None or run.coverage is None:
         return []

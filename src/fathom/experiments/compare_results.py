@@ -52,7 +52,7 @@ class PairGap(Difference):
 
 @dataclass(kw_only=True)
 class ContrastGap(Difference):
-    """The value of a contrast of several arms."""
+    """The value of a contrast, which is a signed sum of several arms' losses."""
 
     name: str
     arms: str
@@ -69,7 +69,7 @@ class ShareOfGain:
     difference: PairGap
 
     def __str__(self) -> str:
-        """The share and its interval in words, or that it is undefined."""
+        """The share and its interval in words, or the statement that the share is undefined."""
         if self.share is None:
             return "the share of depth_attention's gain that uniform_depth reaches is undefined"
         ends = (self.share, self.low, self.high)
@@ -79,7 +79,7 @@ class ShareOfGain:
 
 @dataclass
 class ParallelRun:
-    """A run that reads text by Jacobi rounds."""
+    """A run of a model that reads text in parallel, by Jacobi rounds."""
 
     seed: int
     jacobi_rounds: float
@@ -152,7 +152,7 @@ class Curve:
 
 @dataclass
 class Band:
-    """A difference over tokens: mean, lowest and highest seed."""
+    """A loss difference during training, by tokens read: its mean, lowest and highest value over the seeds."""
 
     tokens: list[float]
     mean: list[float]
@@ -178,7 +178,7 @@ class TimeRatio:
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs of an arm and of its control, as pairs (arm, control)."""
+    """Measured costs of an arm and of its control, as pairs (arm, control)."""
 
     time: TimeRatio
     memory_bytes: tuple[int, int]

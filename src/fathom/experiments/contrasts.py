@@ -1,9 +1,9 @@
-"""Contrasts of several arms: sums of losses with signs, such as an interaction, seed by seed.
+"""Contrasts: signed sums of several arms' losses, such as an interaction, computed for each seed. For example:
 
     interaction=m_loop - m_once - d_loop + d_once
 
-Their weights sum to zero, so that a change of all losses alike changes none of them.
-Their p-values are corrected with the others, by `differences.py` in a comparison and `multipliers.py` in a ladder.
+The weights of a contrast sum to zero, so adding a constant to all losses does not change it.
+Its p-value is corrected with the others, by `differences.py` in a comparison and `multipliers.py` in a ladder.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Contrast:
         return {*self.added, *self.taken}
 
     def of(self, losses: Mapping[str, Mapping[int, float]]) -> Difference | None:
-        """Its value over the seeds that all of its arms have, from losses by arm and seed; None without such a seed."""
+        """The contrast's value over the seeds that all of its arms have, from losses by arm and seed; None if no seed
+        is shared."""
         if not self.arms <= set(losses):
             return None
         seeds = sorted(set.intersection(*(set(losses[name]) for name in self.arms)))
@@ -54,8 +55,8 @@ def sentence(name: str, arms: str, value: Difference) -> str:
 
 
 def parse_contrasts(text: str, arms: Collection[str]) -> tuple[Contrast, ...]:
-    """Contrasts from `NAME=ARM - ARM - ARM + ARM, ...`; a name of an arm may hold a hyphen, so signs stand between
-    blanks."""
+    """Parse contrasts from `NAME=ARM - ARM - ARM + ARM, ...`; an arm's name may contain a hyphen, so signs stand
+    between spaces."""
     found: list[Contrast] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, words = (piece.strip() for piece in part.partition("="))

@@ -1,4 +1,4 @@
-"""From the runs of a comparison to its numbers and its verdict."""
+"""Computes the numbers and the verdict of a comparison from its runs."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ SMOOTHED = 20
 
 
 def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
-    """The contents of `report.json`, from the directory alone. A seed counts once every arm has finished it or failed.
-    A failed arm is excluded from that seed; if the control failed, the whole seed is excluded.
+    """The contents of `report.json`, computed from the comparison's directory alone. A seed counts once every arm has
+    finished it or failed. A failed arm is excluded from that seed; if the control failed, the whole seed is excluded.
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
     failed = [FailedRun(**vars(why), arm=run.arm, seed=run.seed) for run in plan.runs(out) if (why := run.failure)]
@@ -78,9 +78,9 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
 
 
 def plan_changed(plan: Plan, out: Path) -> bool:
-    """Whether seeds or contrasts were changed after a report with results. Changing them until a difference is
-    significant inflates false positives, so such a report and all later ones are exploratory and call nothing
-    significant. A report of one seed shows no result.
+    """Whether the plan's seeds or contrasts were changed after a report had shown results. Changing them until a
+    difference is significant inflates false positives, so such a report and all later ones are exploratory and call
+    nothing significant. A report of one seed shows no result.
     """
     path = out / REPORT
     if not path.exists():
@@ -92,7 +92,7 @@ def plan_changed(plan: Plan, out: Path) -> bool:
 
 
 def awaited(report: ComparisonReport) -> list[int]:
-    """Planned seeds without a result yet, except those whose control, or every other arm, has failed."""
+    """Planned seeds that still lack a result, except seeds in which the control or every other arm has failed."""
     lost = {(row.arm, row.seed) for row in report.failed}
     control, *others = (arm.name for arm in report.arms)
     gone = {
@@ -131,7 +131,8 @@ def verdict(report: ComparisonReport) -> str:
 
 
 def _conditions(report: ComparisonReport) -> list[str]:
-    """Whether seeds were added after a report, and whether planned ones are missing."""
+    """Caveats of the verdict: planned seeds that are missing, and seeds or contrasts that were changed after a
+    report."""
     done, coming = len(report.seeds), len(awaited(report))
     found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
     if report.exploratory:
@@ -154,20 +155,20 @@ def smoke_test(report: ComparisonReport) -> str:
 
 
 def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
-    """The control's tokens, and those of arms with another number, for instance at equal FLOPs."""
+    """The control's number of tokens, and the arms that read another number of tokens, for instance at equal FLOPs."""
     words = in_words(control.tokens)
     others = [f"{arm.name} {own}" for arm in arms if (own := in_words(arm.tokens)) != words]
     return f"{words} tokens" + (f" ({', '.join(others)})" if others else "")
 
 
 def family_size(report: ComparisonReport) -> int:
-    """Number of differences of the final loss tested together: to the control, and between the other arms."""
+    """Number of final-loss differences tested together: to the control, between the other arms, and contrasts."""
     rows = [*(arm.gap for arm in report.compared), *report.between, *report.contrasts]
     return sum(row.p is not None for row in rows)
 
 
 def _left_out(report: ComparisonReport) -> str:
-    """The failed runs as the end of a sentence."""
+    """A clause that names the failed runs, for the end of a sentence."""
     rows = report.failed
     if not rows:
         return ""
@@ -270,7 +271,7 @@ def _curve(arm: ArmResult) -> Curve:
 
 
 def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
-    """The lines with a key, one for each step: a resumed run may have written some twice."""
+    """The metrics lines that contain a key, one for each step: a resumed run may have logged a step twice."""
     found = {line["step"]: line for line in lines if key in line}
     return [found[step] for step in sorted(found)]
 
@@ -281,12 +282,12 @@ def _losses(run: RunRow) -> dict[int, float]:
 
 
 def _common(runs: Sequence[Mapping[int, object]]) -> list[int]:
-    """The steps that all runs have: a power cut may have lost lines."""
+    """The steps that all runs have logged: a power cut may have lost lines of some runs."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
 def contrasted(contrasts: Sequence[Contrast], arms: Sequence[ArmResult]) -> list[ContrastGap]:
-    """The contrasts that have a seed."""
+    """The values of those contrasts whose arms share a seed."""
     losses = {arm.name: {run.seed: run.loss for run in arm.runs} for arm in arms}
     found = ((one, one.of(losses)) for one in contrasts)
     return [
@@ -299,7 +300,8 @@ def contrasted(contrasts: Sequence[Contrast], arms: Sequence[ArmResult]) -> list
 def compare_runs(
     arms: Sequence[ArmResult], judged: bool = True, contrasts: Sequence[ContrastGap] = ()
 ) -> list[PairGap]:
-    """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
+    """Add to every arm its paired difference to the control (the first arm); returns the paired differences between the
+    other arms.
 
     All p values are adjusted as one family, so the chance of any false positive stays below 5 %, whatever the number of
     arms. If they are not `judged`, none is adjusted, and no difference is significant.
@@ -314,7 +316,8 @@ def compare_runs(
 
 
 def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
-    """Add differences of the final loss, loss by position and domain, and loss while training."""
+    """Add to each arm its differences to the control: of the final loss, of the loss by position and domain, and of the
+    loss while training."""
     for arm in arms:
         pairs = _pairs(arm, control)
         arm.difference = _difference(pairs, lambda run: run.loss)
@@ -328,19 +331,19 @@ def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
 
 
 def _pairs(a: ArmResult, b: ArmResult) -> list[tuple[RunRow, RunRow]]:
-    """The runs of two arms, seed by seed, where both have one."""
+    """Pairs of runs of two arms with the same seed."""
     partners = {run.seed: run for run in b.runs}
     return [(run, partners[run.seed]) for run in a.runs if run.seed in partners]
 
 
 def _mean_of(losses: Sequence[float | None]) -> float | None:
-    """The mean; None where a stretch has no target, whose loss is None in every run."""
+    """The mean loss in a part of the context; None if the part has no target, so that every run's loss is None."""
     known = [loss for loss in losses if loss is not None]
     return statistics.fmean(known) if len(known) == len(losses) else None
 
 
 def _difference_at(place: int, pairs: Sequence[tuple[RunRow, RunRow]]) -> Difference | None:
-    """The paired difference of the loss in a stretch of the context; None where it has no target."""
+    """The paired difference of the loss in a part of the context; None if the part has no target."""
     losses = [(a.position_loss[place], b.position_loss[place]) for a, b in pairs]
     known = [(a, b) for a, b in losses if a is not None and b is not None]
     return paired_difference(*zip(*known, strict=True)) if len(known) == len(losses) else None
@@ -351,7 +354,7 @@ def _of(domain: str) -> Callable[[RunRow], float]:
 
 
 def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow], float]) -> Difference:
-    """The paired difference of a value of the runs."""
+    """The paired difference of one value, such as the final loss, over pairs of runs."""
     return paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs])
 
 
@@ -371,7 +374,7 @@ def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) 
 
 
 def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
-    """The paired difference of every two arms."""
+    """The paired difference between every two arms."""
     rows = []
     for a, b in combinations(arms, 2):
         if pairs := _pairs(a, b):
@@ -381,8 +384,9 @@ def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
 
 
 def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> ShareOfGain | None:
-    """The share of depth_attention's gain that a plain average reaches, with its interval by Fieller's theorem. If the
-    gain is not significantly different from zero, the interval is unbounded and no share is given.
+    """The share of depth_attention's gain that uniform_depth, a plain average, reaches too, with its interval by
+    Fieller's theorem. If the gain is not significantly different from zero, the interval is unbounded and no share is
+    given.
     """
     found = {arm.mechanism: arm for arm in arms[1:] if not arm.overrides}
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
@@ -412,7 +416,7 @@ def _control_cache(plan: Plan, out: Path) -> float | None:
 
 
 def _no_interval(arm: ArmResult) -> str:
-    """Why an arm has no interval."""
+    """Why an arm's difference has no interval."""
     if arm.gap.pairs < 2:
         return "without an interval"
     return "with the same difference for every seed, which is too coarse for an interval"

@@ -1,5 +1,7 @@
 """`fathom ladder`: stages of ordinary runs and comparisons in one directory, by any number of processes and machines.
 
+The directory holds:
+
 out/ladder.json                     the plan, with a hash of each of its parts
 out/tune/1/ARM/lr+1/seed-0/         tuning runs; +1: the centre's learning rate, doubled once
 out/rungs/1/                        a comparison, as `fathom compare` knows them
@@ -40,7 +42,8 @@ def climb(
     quiet: bool = False,
     retry_failed: bool = False,
 ) -> LadderReport:
-    """Run what is missing up to a stage, then write the report; returns the contents of `report.json`.
+    """Run a ladder's unfinished runs up to and including a stage, then write the report; returns the contents of
+    `report.json`.
 
     Args:
         ladder: The plan.
@@ -64,12 +67,12 @@ def slurm_script(out: Path, team: Team) -> str:
 
 
 def left(out: Path, until: str) -> int:
-    """How many tasks of the stage that a ladder has come to are not settled."""
+    """The number of tasks that are still to do in the ladder's current stage."""
     return sum(not task.settled for task in upcoming(State(Ladder.read(out), out), until)[1])
 
 
 def settle(ladder: Ladder, out: Path) -> Ladder:
-    """Write the plan, or check that the directory has the same one; returns the plan as written."""
+    """Write the ladder's plan, or check that the directory holds the same plan; returns the plan as written."""
     require_folder(out, "a ladder")
     check_machine(ladder.plan(ladder.sizes[0]))
     if (out / LADDER).exists():
@@ -80,7 +83,7 @@ def settle(ladder: Ladder, out: Path) -> Ladder:
 
 
 def _as_written(ladder: Ladder, out: Path) -> Ladder:
-    """The plan of a directory, which must equal this one."""
+    """The plan that a ladder's directory holds; raises an error if it differs from `ladder`."""
     before = Ladder.read(out)
     changed = before.changed(ladder)
     if changed:
@@ -89,7 +92,7 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
 
 
 def work(out: Path, until: str, quiet: bool) -> bool:
-    """Take one run after another until a stage is over; False if a signal came."""
+    """Run the ladder's tasks one after another until a stage is over; returns False if a signal interrupted."""
     state = State(Ladder.read(out), out)
 
     def begun() -> tuple[str, list[Task]]:
@@ -109,7 +112,7 @@ def work(out: Path, until: str, quiet: bool) -> bool:
 
 
 def upcoming(state: State, until: str) -> tuple[str, list[Task]]:
-    """The stage that a ladder has come to, and its tasks."""
+    """The ladder's current stage, and the tasks of that stage."""
     return list(state.stages(until))[-1]
 
 
@@ -120,7 +123,7 @@ def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
 
 
 def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
-    """Write the reports of the ladder and of its rungs from what is finished."""
+    """Write the reports of the ladder and of its rungs from the finished runs."""
     state = State(ladder, out)
     sizes = ladder.all_sizes if state.finished_tuning is not None else ()  # which is [] where the plan tunes none
     for size in sizes:
@@ -132,11 +135,11 @@ def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
 
 
 def rewrite(ladder: Ladder, out: Path) -> LadderReport:
-    """The report from what is finished, its provenance that of the last report where there is one."""
+    """Compute the report from the finished runs, with the provenance of the last report if there is one."""
     return report(_as_written(ladder, out), out, recorded(out / REPORT))
 
 
 def _forget_failures(state: State) -> None:
-    """Resume diverged runs, except tuning runs of a size whose optimum is in use: they count as infinitely bad, because
-    another optimum would contradict the learning rates of finished runs."""
+    """Let diverged runs resume, except tuning runs of a size whose optimum later runs use: those tuning runs count as
+    infinitely bad, because another optimum would contradict the learning rates of finished runs."""
     forget_failures([task for _, tasks in list(state.stages()) for task in tasks if not state.used(task)])

@@ -26,7 +26,7 @@ FLOPS = "training FLOPs, log10"
 
 
 def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be repeated."""
+    """Write `report.json`, `report.html`, and `runs.jsonl`, whose rows suffice to repeat the fit."""
     rows = [
         {
             "arm": arm.name,
@@ -112,7 +112,8 @@ def multiplier_rows(report: LadderReport) -> PlainTable:
 
 
 def puzzle_tables(report: LadderReport) -> list[PlainTable]:
-    """Accuracy by difficulty and solved runs; the control's FLOPs to solve it over an arm's."""
+    """Tables of a puzzle: accuracy by difficulty with the number of solved runs, and the control's FLOPs to solve the
+    puzzle divided by an arm's."""
     puzzle = report.puzzle
     if puzzle is None:
         return []
@@ -162,7 +163,7 @@ def loss_rows(report: LadderReport) -> PlainTable:
 
 
 def contrast_rows(report: LadderReport) -> list[PlainTable]:
-    """The contrasts at every size; no table without one."""
+    """A table of the contrasts at every size; no table if there are no contrasts."""
     sizes = [rung for rung in report.rungs if rung.budget == 0]
     rows = []
     for row in report.contrasts:
@@ -185,7 +186,8 @@ def _solved(row: PuzzleShares) -> str:
 
 
 def _losses(report: LadderReport) -> Markup:
-    """Losses of all seeds, and the law of each arm with its band, dashed beyond the largest size."""
+    """A plot of the losses of all seeds, and of each arm's fitted scaling law with its band, dashed beyond the largest
+    size."""
     lines: list[Line] = []
     for i, arm in enumerate(report.arms):
         dots = [(math.log10(cell.flops), loss) for cell in arm.rungs for loss in cell.loss if cell.loss]
@@ -217,7 +219,8 @@ def _law_lines(arm: ArmRow, own: bool, name: str, series: int) -> list[Line]:
 
 
 def _multipliers(report: LadderReport) -> Markup:
-    """ln M of each rung with its error, and the band of the grid estimator; 0 is no effect."""
+    """A plot of log2 M (M: the compute multiplier) at each rung with its error, and of the grid estimator's band; 0 is
+    no effect."""
     lines: list[Line] = []
     for i, arm in enumerate(report.arms):
         if not arm.multiplier:
@@ -243,7 +246,7 @@ def _multipliers(report: LadderReport) -> Markup:
 
 
 def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
-    """The sealed prediction of ln M at the largest size, and the observed value."""
+    """The error bar of the sealed prediction of the compute multiplier at the largest size."""
     rows = [] if report.prediction is None else report.prediction.rows
     found = next((row.ln_m for row in rows if row.arm == arm.name), None)
     if found is None:
@@ -254,7 +257,8 @@ def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
 
 
 def _accuracies(report: LadderReport) -> list[Markup]:
-    """For each difficulty of a puzzle: accuracy of every seed over the rungs' FLOPs, and over those of its training."""
+    """For each difficulty of a puzzle, two plots of every seed's accuracy: over the FLOPs of the rungs, and over the
+    FLOPs spent so far in training."""
     puzzle = report.puzzle
     if puzzle is None:
         return []
@@ -292,7 +296,8 @@ def _accuracies(report: LadderReport) -> list[Markup]:
 
 
 def _bowls(report: LadderReport) -> list[Markup]:
-    """A panel for each arm and tuned rung: all runs, the parabola and the optimum."""
+    """A plot for each arm and tuned rung: the losses of all runs over the learning rate, the fitted parabola and its
+    optimum."""
     panels = []
     for number, rows in enumerate(report.tuning, 1):
         for i, (name, tuned) in enumerate(rows.items()):
@@ -430,7 +435,7 @@ def _sizes(report: LadderReport) -> PlainTable:
 
 
 def _named(index: int, budget: int) -> str:
-    """A rung, and its token budget where that is not the ladder's own."""
+    """A rung's number in words, with the number of its token budget unless that is the ladder's first."""
     return f"{index}, budget {budget + 1}" if budget else str(index)
 
 
@@ -459,7 +464,7 @@ def _diverged(report: LadderReport) -> Markup:
 
 
 def _method(report: LadderReport) -> list[str]:
-    """Sentences on what is equal in all arms, and what the numbers mean."""
+    """Sentences on what all arms have in common, and on how to read the numbers."""
     rules = report.plan.rules
     lines = [
         "The multiplier M is the compute that the control, scaled along this ladder's own path, would need to reach "

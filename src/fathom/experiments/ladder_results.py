@@ -18,7 +18,8 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True, kw_only=True)
 class CrossedInterval(Interval):
-    """A factor by the grid estimator, and by the cross-check (`t`), which is None with only two rungs."""
+    """A factor with its intervals by the grid estimator and by the cross-check; the cross-check's fields (`t…`) are
+    None if there are only two rungs."""
 
     t: float | None
     t_low: float | None
@@ -27,7 +28,7 @@ class CrossedInterval(Interval):
 
 @dataclass(frozen=True, kw_only=True)
 class Multiplier(CrossedInterval):
-    """M at a point: a size, the middle of the ladder, or beyond the largest size."""
+    """The compute multiplier M at a point: a size, the middle of the ladder, or beyond the largest size."""
 
     kind: str
     ln_flops: float
@@ -35,7 +36,8 @@ class Multiplier(CrossedInterval):
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The posterior at a number of FLOPs: losses of the control and the arm, and M."""
+    """The posterior at a number of training FLOPs: the losses of the control and the arm, and the compute multiplier
+    M."""
 
     ln_flops: float
     control: Interval
@@ -45,7 +47,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, kw_only=True)
 class RungRow(Size):
-    """One rung: the control's sizes and rate."""
+    """One rung of a ladder: the control's shape, token budget and learning rate at that size."""
 
     batch: int
     sealed: bool
@@ -56,7 +58,7 @@ class RungRow(Size):
 
 @dataclass
 class Cell:
-    """An arm at a rung, under one token budget; the first is 0."""
+    """The results of an arm at a rung under one token budget; budgets are numbered from 0."""
 
     index: int
     budget: int
@@ -75,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Check:
-    """Half and twice the chosen learning rate at the largest size."""
+    """The losses at half and twice the chosen learning rate, at the largest size."""
 
     rates: list[float]
     losses: list[float]
@@ -85,7 +87,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class TimedInterval(Interval):
-    """M in seconds, and how they were measured."""
+    """The compute multiplier in seconds instead of FLOPs, and how the seconds were measured."""
 
     clock: str
     hardware: dict[str, object]
@@ -103,7 +105,8 @@ class Views:
 
 @dataclass(frozen=True)
 class SeedNoise:
-    """Standard deviations over seeds of a run and of a paired difference, and the correlation of two arms."""
+    """Standard deviations over seeds, of a run's loss and of a paired difference, and the correlation of two arms'
+    losses."""
 
     single: float
     paired: float
@@ -112,7 +115,7 @@ class SeedNoise:
 
 @dataclass(kw_only=True)
 class ArmRow:
-    """An arm; `multiplier` and what follows it are empty without a posterior."""
+    """The results of an arm; `multiplier` and the fields after it are empty if the arm has no posterior."""
 
     name: str
     mechanism: str
@@ -139,13 +142,14 @@ class ArmRow:
 
     @property
     def top(self) -> Multiplier:
-        """The multiplier at the last rung of an arm that has one."""
+        """The compute multiplier at the last rung; the arm must have a posterior."""
         return next(row for row in reversed(self.multiplier) if row.kind == "rung")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tuned(Bowl):
-    """One arm's learning rates at a tuned rung, by place: doublings above the centre."""
+    """The losses of one arm at each learning rate tried at a tuned rung; a learning rate is given by its doublings
+    above the centre."""
 
     centre: float
     losses: dict[int, list[float]]
@@ -168,7 +172,8 @@ class Law:
 
 @dataclass(frozen=True)
 class Forecast:
-    """An arm's difference and ln M at the last rung, as predicted from the rungs before it."""
+    """The prediction of an arm's loss difference and ln M (M: the compute multiplier) at the last rung, made from the
+    earlier rungs."""
 
     arm: str
     difference: Interval | None = None
@@ -209,7 +214,7 @@ class PredictionRow:
 
 @dataclass(frozen=True)
 class SeedControlRung:
-    """The seed control's difference at a size."""
+    """The loss difference of the seed control to the control at one size."""
 
     index: int
     difference: Difference
@@ -226,7 +231,7 @@ class SeedControl:
 
 @dataclass(frozen=True)
 class ContrastRow:
-    """A contrast of several arms at each size at which they share a seed, by the size's index."""
+    """A contrast of several arms at each size at which the arms share a seed; the keys are the sizes' indices."""
 
     name: str
     arms: str
@@ -236,7 +241,7 @@ class ContrastRow:
 
 @dataclass(frozen=True)
 class Phi:
-    """φ, the value of an iteration, with its 95 % interval, or why it was not estimated."""
+    """φ, the value of an extra loop iteration, with its 95 % interval, or the reason why φ was not estimated."""
 
     refused: str | None = None
     value: float = math.nan
@@ -264,13 +269,13 @@ class Sooner:
 
     @property
     def basis(self) -> str:
-        """Describes the ratio and its interval, for a caption."""
+        """Describes how the ratio of FLOPs and its interval were computed, for a caption."""
         if self.pairs == 1:
             return "one pair of seeds"
         return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
 
     def __str__(self) -> str:
-        """The ratio and its interval, for a table."""
+        """The ratio of the control's FLOPs to an arm's, with its interval, for a table."""
         middle, whole = between(*self.median), between(self.low, self.high)
         return middle if self.pairs == 1 or middle in (UNKNOWN, whole) else f"{middle} ({whole})"
 
@@ -286,8 +291,8 @@ def between(low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class PuzzleShares:
-    """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share. A run that
-    diverged has an accuracy of 0."""
+    """Accuracy of runs on a puzzle's difficulty, and how many runs solved it, with the Wilson interval of the share
+    that did. A run that diverged has an accuracy of 0."""
 
     accuracy: list[float]
     curves: list[list[tuple[float, float]]]
@@ -301,7 +306,7 @@ class PuzzleShares:
 
 @dataclass(frozen=True)
 class PuzzleRow:
-    """An arm at a rung, by difficulty."""
+    """The results of an arm on a puzzle at one rung, by difficulty."""
 
     index: int
     arm: str
@@ -376,7 +381,7 @@ class Width:
 
 @dataclass(frozen=True)
 class Resolution:
-    """The precision of simulated ladders, with the noise of long runs (`text`) and of short ones (`toy`)."""
+    """The expected precision, from simulated ladders with the noise of long runs (`text`) and of short ones (`toy`)."""
 
     decades: float
     text: Width
@@ -395,7 +400,7 @@ class LadderBudget:
     resolution: Resolution | None
 
     def __str__(self) -> str:
-        """The cost, and the precision to expect, in words."""
+        """The cost of a ladder, and the precision to expect of it, in words."""
         text = f"{self.runs} runs, {self.flops:.3g} FLOPs, {self.hours:.2g} hours on {self.device}."
         width = self.resolution
         if width is None:

@@ -1,4 +1,4 @@
-"""The `ladder` section of a ladder's file. It does not import torch, so that `--help` stays fast."""
+"""The `ladder` section of a ladder's YAML file. It does not import torch, so that `--help` stays fast."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Rules(Section, section="ladder"):
     """timing rounds per arm, in the order A B B A; 0 for none"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Rules for the section's values that go beyond the types of the fields."""
         for key in ("layers", "hidden", "seeds"):
             yield bool(getattr(self, key)), key, "allowed: one number for each size, at least one"
         count = len(self.layers)
@@ -85,7 +85,7 @@ class Rules(Section, section="ladder"):
 
     @property
     def sealed(self) -> bool:
-        """Whether the largest size is predicted before it runs."""
+        """Whether a prediction for the largest size is sealed before that size is trained."""
         return self.seal and len(self.layers) >= 3
 
 

@@ -1,4 +1,4 @@
-"""From a ladder's runs to its numbers and its verdict."""
+"""Computes the numbers and the verdict of a ladder from its runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ WIDEST = 2.0
 
 @dataclass(frozen=True)
 class Study:
-    """One arm and the control, with the posterior of their losses."""
+    """One arm and the control of a ladder, with the posterior of their losses."""
 
     state: State
     arm: Arm
@@ -81,7 +81,7 @@ class Study:
 
     @property
     def rungs(self) -> list[Rung]:
-        """The rungs of `at`, in order."""
+        """The losses at each rung, as a list in the order of the rungs."""
         return list(self.at.values())
 
     @cached_property
@@ -96,7 +96,7 @@ class Study:
 
 
 def summarize(state: State, source: Provenance) -> LadderReport:
-    """The contents of `report.json`, from the directory alone."""
+    """The contents of `report.json`, computed from the ladder's directory alone."""
     ladder = state.ladder
     stage, pending = progress(state)
     tuned = state.finished_tuning is not None
@@ -134,7 +134,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
 
 
 def progress(state: State) -> tuple[str, int]:
-    """The stage of a ladder, and how many of its runs known so far are left."""
+    """The current stage of a ladder, and how many runs of that stage are still to do."""
     stage, tasks = list(state.stages())[-1]
     left = sum(not task.settled for task in tasks)
     return (stage, left) if left else ("done", 0)
@@ -197,8 +197,8 @@ def _cell(state: State, arm: Arm, size: Size) -> Cell:
 
 
 def _add_posterior(row: ArmRow, study: Study) -> None:
-    """M at each rung, in the middle of the ladder and beyond the largest size, by both estimators; the trend per
-    decade; the p-value of M = 1 at the last rung."""
+    """Add the compute multiplier M at each rung, in the middle of the ladder and beyond the largest size, by both
+    estimators; its trend per decade; and the p-value of M = 1 at the last rung."""
     fit, line = study.fit, study.line
     row.p = fit.sides(study.top)
     places = [("rung", rung.x_arm) for rung in study.rungs]
@@ -231,7 +231,7 @@ def _add_posterior(row: ArmRow, study: Study) -> None:
 
 
 def _crossed(logs: Floats, found: tuple[float, float, float] | None) -> CrossedInterval:
-    """A factor with the cross-check's numbers; None for these if there are only two rungs."""
+    """A factor with the numbers of the cross-check; the cross-check's numbers are None if there are only two rungs."""
     t, low, high = (None, None, None) if found is None else map(_exp, found)
     return CrossedInterval(**vars(_factor(logs)), t=t, t_low=low, t_high=high)
 
@@ -246,14 +246,16 @@ def _exp(value: float) -> float:
 
 
 def _outside(study: Study) -> bool:
-    """Whether the control would need compute more than half a decade beyond any run."""
+    """Whether matching the arm would take the control to compute more than half a decade outside the range of its
+    runs."""
     xs = [rung.x_control for rung in study.rungs]
     wanted = [rung.x_arm + float(h) for rung, h in zip(study.rungs, study.line.log_m, strict=True)]
     return min(wanted) < min(xs) - DECADE / 2 or max(wanted) > max(xs) + DECADE / 2
 
 
 def _views(study: Study) -> Views:
-    """M at the last rung in other costs than FLOPs (time, parameters, bytes), from the same draws."""
+    """The compute multiplier at the last rung, in other costs than FLOPs (time, parameters, bytes), from the same
+    posterior draws."""
     state, name = study.state, study.arm.name
     plans = [state.plans[size] for size in study.at]
     places = [state.rung_dir(size) for size in study.at]
@@ -275,13 +277,13 @@ def _views(study: Study) -> Views:
 
 
 def _seconds(plan: Plan, arm: str, time: TimeRatio) -> tuple[float, float]:
-    """Seconds of a run of the control and of an arm, from steps timed in turns."""
+    """Seconds of a whole run of the control and of an arm, from training steps that were timed alternately."""
     control, own = (plan.recipes[name].train.steps for name in (plan.control.name, arm))
     return control * time.seconds[1], own * time.seconds[1] * time.median
 
 
 def _read(recipe: Recipe, each_trip: bool) -> float:
-    """Bytes read to decode a token at the end of the context: bfloat16 weights and the cache."""
+    """Bytes that a device reads to decode one token at the end of the context: bfloat16 weights and the cache."""
     config = as_decoded(recipe.config())
     layers = without_embeddings(config)
     again = sum(map(len, visits(config))) / config.num_hidden_layers if each_trip else 1.0
@@ -290,7 +292,8 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
 
 
 def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Interval:
-    """M in another cost: the cost of a control that matches the arm, over the arm's cost."""
+    """The compute multiplier in another cost than FLOPs: the cost of a control that matches the arm's loss, divided by
+    the arm's cost."""
     xs = np.array([rung.x_control for rung in study.rungs])
     wanted = study.top + study.fit.log_multiplier(study.top)
     control = make_interp_spline(xs, np.log([cost[0] for cost in costs]), k=1)  # extended linearly beyond both ends
@@ -309,7 +312,7 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
 
 
 def _check(state: State, arm: Arm) -> Check | None:
-    """Half, once and twice the chosen learning rate at the largest size, with the same seed."""
+    """The losses at half, once and twice an arm's chosen learning rate, at the largest size with the same seed."""
     mine = [run for run in state.checks() if run.arm == arm.name]
     if not mine or not all(run.settled for run in mine):
         return None
@@ -330,13 +333,13 @@ def _check(state: State, arm: Arm) -> Check | None:
 
 
 def _lost(state: State, arm: Arm) -> tuple[int, int]:
-    """Number of its runs that diverged for good, and number of all its runs."""
+    """The number of an arm's runs that diverged and were not resumed, and the number of all its runs."""
     mine = [run for size in state.ladder.all_sizes for run in state.runs(size, arm)]
     return sum(run.failure is not None for run in mine), len(mine)
 
 
 def _diverged(state: State) -> list[DivergedRun]:
-    """The runs that failed, in all stages."""
+    """The runs that failed, in all stages of the ladder."""
     rows: list[DivergedRun] = []
     for stage, tasks in state.stages():
         for task in tasks:
@@ -347,7 +350,7 @@ def _diverged(state: State) -> list[DivergedRun]:
 
 
 def _contrast(state: State, contrast: Contrast) -> ContrastRow:
-    """A contrast at every size at which its arms share a seed."""
+    """A contrast of losses at every size at which its arms share a seed."""
     arms = [arm for arm in state.ladder.arms if arm.name in contrast.arms]
     found = {
         size.index: contrast.of({arm.name: state.losses(size, arm) for arm in arms}) for size in state.ladder.sizes
@@ -357,7 +360,7 @@ def _contrast(state: State, contrast: Contrast) -> ContrastRow:
 
 
 def _judge_losses(arms: Sequence[ArmRow], contrasts: Sequence[Difference]) -> None:
-    """For a ladder of one size, which has no multiplier: p-values of equal losses, paired over seeds."""
+    """The p-values of equal losses, paired over seeds, for a ladder of one size, which has no multiplier."""
     gaps = [arm.rungs[0].difference for arm in arms]
     adjust([*(gap for gap in gaps if gap is not None), *contrasts])
     for arm, gap in zip(arms, gaps, strict=True):
@@ -366,12 +369,12 @@ def _judge_losses(arms: Sequence[ArmRow], contrasts: Sequence[Difference]) -> No
 
 
 def _law(arms: Sequence[ArmRow]) -> Law | None:
-    """The control's law, from the first arm's posterior."""
+    """The floor and slope of the control's scaling law, from the first arm that has a posterior."""
     return next((Law(arm.floor, arm.slope) for arm in arms if arm.floor and arm.slope), None)
 
 
 def _prediction(state: State, arms: Sequence[ArmRow]) -> PredictionRow | None:
-    """The sealed prediction and the observed results."""
+    """The sealed prediction next to the observed results."""
     sealed = state.sealed()
     if sealed is None:
         return None
@@ -387,8 +390,8 @@ def _prediction(state: State, arms: Sequence[ArmRow]) -> PredictionRow | None:
 
 
 def _stale(state: State, sealed: Prediction) -> bool:
-    """Whether results of smaller sizes changed after the seal. Seeds that were added later to all arms do not count;
-    the report names them elsewhere.
+    """Whether results of smaller sizes changed after the prediction was sealed. Seeds that were added later to all arms
+    do not count; the report names them elsewhere.
     """
     told, now = sealed.results, state.digests(state.ladder.sizes[:-1])
     first = state.ladder.first_seed()
@@ -399,7 +402,7 @@ def _stale(state: State, sealed: Prediction) -> bool:
 
 
 def _rung_and_seed(path: str) -> tuple[int, int]:
-    """The rung and seed in `rungs/1/arms/ARM/seed-0/result.json`."""
+    """The rung and seed that a path such as `rungs/1/arms/ARM/seed-0/result.json` names."""
     parts = Path(path).parts
     return int(parts[1]), int(parts[4].removeprefix("seed-"))
 
@@ -421,7 +424,8 @@ def _seed_control(state: State) -> SeedControl | None:
 
 
 def _phi(state: State) -> Phi | None:
-    """φ, the value of an iteration, from the control and the plain loops at every budget; None without loops."""
+    """φ, the value of an extra loop iteration, from the control and the plainly looped arms at every token budget; None
+    without looped arms."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.ladder.arms:
@@ -449,8 +453,8 @@ UNDECIDED = (
 
 
 def verdict(report: LadderReport) -> str:
-    """The verdict, by fixed rules, a line each: what is missing or doubtful, the findings, then the sealed
-    prediction."""
+    """The verdict by fixed rules, one sentence a line: first what is missing or doubtful, then the findings, then the
+    outcome of the sealed prediction."""
     if not report.arms or not any(row.loss for arm in report.arms for row in arm.rungs):
         return _lines(["no run of a model size has a result yet", *_missing(report)], [])
     arms = [arm for arm in report.arms[1:] if not arm.matched]
@@ -467,14 +471,14 @@ def verdict(report: LadderReport) -> str:
 
 
 def _contrast_words(report: LadderReport) -> list[str]:
-    """The contrasts at the largest size."""
+    """Sentences on the contrasts at the largest size."""
     top = max((rung.index for rung in report.rungs), default=0)
     where = "" if len(report.rungs) == 1 else "at the largest size "
     return [where + sentence(row.name, row.arms, row.rungs[top]) for row in report.contrasts if top in row.rungs]
 
 
 def _lines(parts: list[str], names: list[str]) -> str:
-    """Sentences with a capital letter, except for arms' names."""
+    """Lines of text, each sentence with a capital letter unless it begins with an arm's name."""
     own = tuple(f"{name} " for name in names)
     return "\n".join(f"{part if part.startswith(own) else part[0].upper() + part[1:]}." for part in parts)
 
@@ -538,7 +542,7 @@ def _finding(report: LadderReport, arm: ArmRow) -> str:
 
 
 def _one_size(report: LadderReport, arms: Sequence[ArmRow]) -> list[str]:
-    """The findings of a ladder of one size, where no multiplier can be told: differences of loss."""
+    """The findings of a ladder of one size, which has no compute multiplier: differences of loss."""
     if len(report.rungs) != 1:
         return []
     found, alike, unjudged = [], [], []
@@ -569,7 +573,7 @@ def _trend(trend: CrossedInterval, count: int) -> str:
 
 
 def _extrapolation(report: LadderReport, arm: ArmRow) -> str:
-    """The extrapolation by half a decade, if no rule withholds it."""
+    """A clause on the multiplier extrapolated by half a decade; empty if a rule withholds the extrapolation."""
     row = next((row for row in arm.multiplier if row.kind == "half a decade above"), None)
     sealed = report.prediction
     missed = sealed is not None and any(r.arm == arm.name and r.inside is False for r in sealed.rows)

@@ -1,4 +1,5 @@
-"""A table of a paper as a file: its arms, the tiers at which it can be made, and what was published.
+"""A YAML file that describes a table of a paper: its arms, the tiers at which it can be made, and the published
+numbers. For example:
 
     paper: Depth-Attention, arXiv 2606.05014
     table: Table 5, the mixing rule
@@ -36,7 +37,7 @@ TIERS = ("tiny", "full")
 
 @dataclass(frozen=True)
 class PaperSize(Section):
-    """One size of a table: a recipe, and what the paper says of it."""
+    """One model size of a paper's table: a recipe, and what the paper says of this size."""
 
     recipe: str = ""
     """a packaged recipe, or a path"""
@@ -59,7 +60,7 @@ class PaperSize(Section):
 
 @dataclass(frozen=True)
 class PaperTier(Section):
-    """The sizes that are made together."""
+    """A tier of a paper's table: sizes that are made together, such as `tiny` or `full`."""
 
     sizes: dict[str, PaperSize] = field(default_factory=dict)
     """by name"""
@@ -121,12 +122,13 @@ class PaperTable(Section):
             yield short, f"rows.{name}.published", f"allowed: {len(self.columns)} numbers, one for each column"
 
     def compared_with(self, size: str) -> str:
-        """The size whose published numbers stand next to a size: its own, or the first that has any."""
+        """The name of the size whose published numbers are printed for a size: that size, or else the first with
+        published numbers."""
         sizes = [size, *self.tiers["full"].sizes]
         return next((one for one in sizes if any(one in row.published for row in self.rows.values())), size)
 
     def plans(self, tier: str, overrides: tuple[str, ...] = ()) -> dict[str, Plan]:
-        """The comparison of every size of a tier.
+        """The plan of a comparison for every size of a tier.
 
         Args:
             tier: `tiny` or `full`.
@@ -153,7 +155,7 @@ def load_table(path: Path) -> PaperTable:
 
 @dataclass(frozen=True)
 class PlannedArm:
-    """The cost of an arm of one size."""
+    """The planned cost of one arm at one size."""
 
     size: str
     arm: str
@@ -185,7 +187,7 @@ class PaperPlan:
 
 
 def planned(table: PaperTable, tier: str, plans: dict[str, Plan], device: str = "H100") -> PaperPlan:
-    """Parameters, tokens, FLOPs and days of every arm, by arithmetic alone: no data is opened."""
+    """Parameters, tokens, FLOPs and days of every arm, computed without opening any data."""
     peaks = dict(PEAKS)
     if device not in peaks:
         raise SettingsError(f"gpu={device}: allowed: {', '.join(peaks)}")
@@ -218,7 +220,7 @@ def _planned(size: str, name: str, recipe: Recipe, runs: int, flops_per_second: 
 
 
 def with_seeds(plans: dict[str, Plan], seeds: int | None) -> dict[str, Plan]:
-    """The plans with another number of seeds."""
+    """The same plans with `seeds` seeds each; unchanged if `seeds` is None."""
     if seeds is None:
         return plans
     return {name: replace(one, seeds=tuple(range(one.seeds[0], one.seeds[0] + seeds))) for name, one in plans.items()}

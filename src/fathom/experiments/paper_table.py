@@ -1,4 +1,5 @@
-"""Make a paper's table: run its comparisons, score its tasks, and set the results beside the published numbers.
+"""Make a paper's table: run its comparisons, score its tasks, and set the results beside the published numbers. The
+output directory holds:
 
     out/SIZE/           the comparison of a size
     out/scores/TASK/    scores of its runs on a task
@@ -77,7 +78,7 @@ def make_table(
     task_data: Path | None = None,
     quiet: bool = False,
 ) -> TableReport:
-    """Run what is missing and write the table.
+    """Run the unfinished comparisons and scores of a table, then write the table.
 
     Args:
         table: The paper's table.
@@ -106,7 +107,7 @@ def make_table(
 
 
 def same_models(report: ComparisonReport) -> Iterator[tuple[str, str]]:
-    """Arms whose losses agree to the last bit in every step of every seed that both have."""
+    """Pairs of arms whose losses are bitwise equal at every step of every seed that both have."""
     for a, b in combinations(report.arms, 2):
         pairs = [(x, y) for x in a.runs for y in b.runs if x.seed == y.seed]
         if pairs and all(x.loss == y.loss and x.training_loss.loss == y.training_loss.loss for x, y in pairs):
@@ -141,7 +142,8 @@ def _task_scores(
     task_data: Path | None,
     missing: dict[str, str],
 ) -> dict[str, dict[str, float]]:
-    """Accuracy by arm and task, of the first seed's model; what cannot be scored goes to `missing`."""
+    """Accuracy by arm and task, of the model of the first seed; the reasons for tasks without a score go to
+    `missing`."""
     found: dict[str, dict[str, float]] = {}
     seed = report.seeds[0]
     models = [f"{arm.name}={out / size / ARMS / arm.name / f'seed-{seed}'}" for arm in report.arms if arm.runs]

@@ -62,7 +62,7 @@ class Plan:
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
-        """Each arm's recipe, steps scaled to the equal budget."""
+        """Each arm's recipe, with `train.steps` scaled to the equal budget."""
         return arm_recipes(self.recipe, self.arms, self.equal)
 
     def run_recipe(self, arm: str, seed: int) -> Recipe:
@@ -82,7 +82,8 @@ class Plan:
         return Task(out, run, arm, seed, partial(self.run_recipe, arm, seed), None if alone else control)
 
     def runs(self, out: Path, alone: bool = False) -> list[Task]:
-        """All runs in the order of a single worker: seed by seed, so that a partial report is paired."""
+        """All training runs, in the order in which a single worker takes them: seed by seed, so that a partial report
+        is paired."""
         return [self.run(out, arm.name, seed, alone) for seed in self.seeds for arm in self.arms]
 
     def tasks(self, out: Path, alone: bool = False) -> list[Task]:
@@ -132,7 +133,8 @@ def plan_file(out: Path, name: str, what: str) -> Path:
 
 @dataclass(frozen=True)
 class Measuring(Task):
-    """A measurement of an arm and the control, in `measured/ARM.json`; its seed is the first run's."""
+    """A task that measures an arm and the control and writes `measured/ARM.json`; both have the seed of the first
+    run."""
 
     plan: Plan = field(kw_only=True)
 
@@ -145,16 +147,16 @@ class Measuring(Task):
 
     @property
     def failure(self) -> None:
-        """None: only training runs are written down as failed."""
+        """Always None: only training runs record a failure."""
         return None
 
     @property
     def done(self) -> bool:
-        """Whether its result exists and still holds."""
+        """Whether the measurement exists and was made for this plan's recipes."""
         return read_measured(self.plan, self.out, self.arm) is not None
 
     def run(self, claim: Claim | None, **facts: str) -> bool:
-        """Measure and write the result; a rank that follows the first one measures nothing."""
+        """Measure and write the result; under torchrun only the first rank measures."""
         if claim is None:
             return True
         control = self.plan.run_recipe(self.plan.control.name, self.seed)
@@ -174,7 +176,7 @@ def make_plan(
     out: Path | None = None,
     contrasts: str = "",
 ) -> Plan:
-    """A plan, checked together with its data and the directory that it would resume."""
+    """Make a comparison's plan, and check it together with its data and the directory `out` that it would resume."""
     if seeds < 1:
         raise SettingsError(f"seeds={seeds}: allowed: 1 or more")
     if pairs < 0:
@@ -188,8 +190,8 @@ def make_plan(
 
 
 def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
-    """Open the data as every arm will, check device and model if no run exists, and compare existing runs with the
-    plan.
+    """Open the data as every arm will read it, check device and model if no run exists, and compare existing runs with
+    the plan.
 
     Args:
         plan: What will run.
@@ -217,7 +219,7 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
 
 
 def check_runs(plan: Plan, out: Path) -> None:
-    """Reject runs of another recipe than the plan's."""
+    """Raise an error if the directory holds runs of other recipes than the plan's."""
     for task in plan.runs(out):
         path = task.run_dir / RECIPE
         if path.exists():
@@ -235,7 +237,7 @@ def check_machine(plan: Plan) -> None:
 
 
 def read_measured(plan: Plan, out: Path, arm: str) -> Measured | None:
-    """A measurement, if it was made for this plan's recipes."""
+    """The measurement of an arm; None unless it was made for this plan's recipes."""
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None

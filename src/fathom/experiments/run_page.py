@@ -39,7 +39,7 @@ SMOOTHED = 50
 
 @dataclass(frozen=True)
 class Sample:
-    """A continuation of a prompt, by the finished model."""
+    """A prompt, and the text with which the finished model continues it."""
 
     prompt: str
     text: str
@@ -63,7 +63,7 @@ class RunFacts:
 
     @property
     def verdict(self) -> str:
-        """Where the run stands, in one sentence, and the result of a probe in another."""
+        """A sentence on the run's progress, and another on the result if the run is a learning-rate probe."""
         return "\n".join([self._standing, *([] if self.probe is None else [self.probe.sentence])])
 
     @property
@@ -84,7 +84,7 @@ class RunFacts:
 
     @cached_property
     def probe(self) -> Probe | None:
-        """The result of a learning-rate probe, if the run is one and has enough steps."""
+        """The result of a learning-rate probe; None if the run is no probe or has too few steps."""
         try:
             return read_probe(self.directory) if is_probe(self.recipe) else None
         except ValueError:
@@ -103,7 +103,7 @@ class Extras:
 
 
 def read_run(directory: Path) -> RunFacts:
-    """Read a run's directory, finished or not."""
+    """Read the directory of a run, which may be unfinished."""
     if not (directory / RECIPE).is_file() or not (directory / METRICS).is_file():
         raise SettingsError(f"{directory}: no run of fathom train (it has no {RECIPE} and {METRICS})")
     recipe = load_recipe(directory / RECIPE)
@@ -112,7 +112,8 @@ def read_run(directory: Path) -> RunFacts:
 
 
 def _here(directory: Path, recipe: Recipe) -> Recipe:
-    """The recipe with what is there: the finished model for the run's source, which has its shape, and no teacher."""
+    """The run's recipe without its teacher, and with the run's finished model in place of its `from_pretrained` source,
+    which may be gone but has the same shape."""
     source, model = recipe.model.get("from_pretrained"), finished_model(directory)
     if model is None:
         return recipe
@@ -123,7 +124,7 @@ def _here(directory: Path, recipe: Recipe) -> Recipe:
 
 
 def difference(run: RunFacts, other: RunFacts) -> list[str]:
-    """The difference of two runs' held-out losses, in a sentence; empty if one has none."""
+    """The difference of two runs' held-out losses, in a sentence; empty if one of the runs has no held-out loss."""
     return [*_gap([run, other], _names([run, other]))]
 
 
@@ -169,7 +170,8 @@ def runs_in(folder: Path) -> list[Path]:
 
 
 def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
-    """A page for each run of a folder that has none newer than its numbers, and one that lists them."""
+    """Write a page for each run of a folder whose page is missing or older than its numbers, and a front page that
+    lists all runs."""
     runs = []
     for directory in runs_in(folder):
         try:
@@ -193,7 +195,8 @@ def write_front_page(folder: Path, say: Callable[[str], None]) -> Path:
 
 
 def _overview(runs: Sequence[RunFacts]) -> str:
-    """How many runs are finished, and which predicts the held-out text best, if all read the same."""
+    """Sentences on how many runs are finished, and on which run predicts the held-out text best, if all were scored on
+    the same text."""
     finished = [(run, run.result.evaluation) for run in runs if run.result is not None]
     words = [f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(finished)} finished."]
     scored = [(score.bits_per_byte, run) for run, score in finished if score is not None]
@@ -225,7 +228,7 @@ def _names(runs: Sequence[RunFacts]) -> list[str]:
 
 
 def _curve(runs: Sequence[RunFacts], names: Sequence[str], key: str) -> str:
-    """A column of the metrics over steps, smoothed; of the loss also the held-out one, dashed."""
+    """A plot of one of the metrics over the steps, smoothed; for the loss it also shows the held-out loss, dashed."""
     lines = []
     for series, (run, name) in enumerate(zip(runs, names, strict=True)):
         points = [(line["step"], _value(line, key)) for line in run.metrics if key in line]
@@ -246,7 +249,7 @@ def _value(line: Mapping[str, float], key: str) -> float:
 
 
 def _smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """At most `SMOOTHED` means of as many neighbours."""
+    """Points averaged over equally many neighbours each, so that at most `SMOOTHED` remain."""
     width = -(-len(points) // SMOOTHED)
     groups = [points[i : i + width] for i in range(0, len(points), width)]
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
@@ -296,7 +299,7 @@ def _cost(run: RunFacts) -> dict[str, str]:
 
 
 def _gap(runs: Sequence[RunFacts], names: Sequence[str]) -> Iterator[str]:
-    """The difference of two held-out losses."""
+    """A sentence on the difference of two runs' held-out losses."""
     scores = [None if run.result is None else run.result.evaluation for run in runs]
     if len(scores) == 2 and scores[0] is not None and scores[1] is not None:
         if scores[0].bytes != scores[1].bytes:
@@ -329,7 +332,7 @@ def _history(run: RunFacts) -> Iterator[str]:
 
 
 def _hashes(run: RunFacts) -> PlainTable:
-    """SHA-256 of the weights, as they stand next to them."""
+    """The SHA-256 of a run's weight files, as recorded next to the weights."""
     model = finished_model(run.directory)
     path = None if model is None else model / WEIGHT_HASHES
     lines = path.read_text(encoding="utf-8").split("\n") if path is not None and path.is_file() else []

@@ -1,4 +1,4 @@
-"""A ladder as data: its sizes by one rule, and the recipe of an arm at a size and learning rate."""
+"""The plan of a ladder: its model sizes by one rule, and the recipe of an arm at a size and learning rate."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Size(Shape):
-    """One rung under one token budget."""
+    """One rung (model size) of a ladder under one token budget."""
 
     index: int
     """From 1."""
@@ -125,12 +125,12 @@ class Ladder:
 
     @cached_property
     def sizes(self) -> list[Size]:
-        """The rungs of the first token budget."""
+        """The rungs (model sizes) under the first token budget."""
         return [size for size in self.all_sizes if size.budget == 0]
 
     @cached_property
     def all_sizes(self) -> list[Size]:
-        """Every rung under every token budget."""
+        """Every rung under every token budget, i.e. every combination of model size and tokens per parameter."""
         made: list[Size] = []
         for budget in range(len(self.rules.tokens_per_parameter)):
             for index in range(len(self.rules.layers)):
@@ -139,7 +139,7 @@ class Ladder:
 
     @cached_property
     def every_arm(self) -> tuple[Arm, ...]:
-        """The arms, and the widened controls that match their parameters."""
+        """All arms: those of the plan, and the widened controls that match their parameters."""
         return (*self.arms, *(matched for matched in map(self._matched_name, self.arms[1:]) if matched is not None))
 
     @cached_property
@@ -153,7 +153,7 @@ class Ladder:
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """Number of seeds of each rung, with added ones."""
+        """Number of seeds of each rung, including seeds that were added later."""
         return self.added[-1].seeds if self.added else self.rules.seeds
 
     def arm_at(self, arm: Arm, size: Size, rate: float | None = None) -> Arm:
@@ -167,7 +167,7 @@ class Ladder:
 
     @cached_property
     def bases(self) -> dict[Size, Recipe]:
-        """The recipe that all arms of a rung share, for each rung."""
+        """For each rung, the recipe that all arms share."""
         return {size: self._base(size) for size in self.all_sizes}
 
     def _base(self, size: Size) -> Recipe:
@@ -183,13 +183,13 @@ class Ladder:
         )
 
     def plan(self, size: Size, rates: Mapping[str, float] | None = None) -> Plan:
-        """The comparison of a rung, with a learning rate for each arm; by default the base recipe's."""
+        """The plan of a rung's comparison, with a learning rate for each arm; by default, that of the base recipe."""
         arms = tuple(self.arm_at(arm, size, None if rates is None else rates[arm.name]) for arm in self.every_arm)
         first, count = self.first_seed(), self.seeds[size.index - 1]
         return Plan(self.bases[size], arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
 
     def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
-        """The recipe of a single run outside of the rungs."""
+        """The recipe of a single run that belongs to no rung's comparison, for instance a tuning run."""
         return self.recipe_at(arm, size, rate).override(f"train.seed={seed}")
 
     def recipe_at(self, arm: Arm, size: Size, rate: float | None = None) -> Recipe:
@@ -197,13 +197,14 @@ class Ladder:
         return self.arm_at(arm, size, rate).recipe(self.bases[size])
 
     def decay(self, size: Size, rate: float) -> float:
-        """Weight decay that keeps the time scale batch / (rate · decay · tokens) of the first rung."""
+        """The weight decay that gives a rung the time scale batch / (learning rate · weight decay · tokens) of the
+        first rung."""
         first, optim = self.all_sizes[0], self.recipe.optim
         factor = (size.rows / first.rows) * (optim.lr / rate) * (first.tokens / size.tokens)
         return rounded(optim.weight_decay * factor)
 
     def rule(self, size: Size) -> float:
-        """A rung's learning rate by the scaling rule, as a ratio to the first rung's."""
+        """The factor by which the scaling rule changes the learning rate from the first rung to this one."""
         first, optim = self.all_sizes[0], self.recipe.optim.name
         by_tokens, by_width, by_batch = self.rules.lr_exponents or RATE_RULES[optim]
         return float(
@@ -218,7 +219,7 @@ class Ladder:
 
     @property
     def plan_values(self) -> LadderPlan:
-        """The values that identify the ladder."""
+        """The values that define the ladder: its recipe, rules and arms, and the estimator."""
         return LadderPlan(self.recipe.to_dict(), self.rules, self.arms, ESTIMATOR)
 
     @cached_property
@@ -257,7 +258,7 @@ class Ladder:
         return differences(self.recipe, asked.recipe, ()) + rules + ["arms"] * (self.arms != asked.arms)
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
-        """The ladder with more seeds, which are also written to its directory; the last such request may be repeated.
+        """Add seeds to the ladder, here and in its directory; the last such request may be repeated.
 
         Args:
             out: The ladder's directory.
@@ -310,14 +311,14 @@ class Ladder:
         )
 
     def _matched_name(self, arm: Arm) -> Arm | None:
-        """The control for an arm that adds parameters at the first rung."""
+        """A widened control to compare with `arm`; None unless `arm` adds parameters at the first rung."""
         size = self.sizes[0]
         if not self.rules.parameters or arm.open or self._parameters(arm, size) <= (1 + EXTRA) * size.parameters:
             return None
         return Arm(f"{MATCHED}{arm.name}", self.control.mechanism, self.control.overrides)
 
     def _matched(self, matched: Arm, size: Size) -> Arm:
-        """The control with the narrowest MLP that gives it at least an arm's parameters."""
+        """The control with the narrowest MLP that gives it at least as many parameters as the arm that it matches."""
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
         wanted = self._parameters(arm, size)
         control = self.recipe_at(self.control, size).config()
@@ -362,7 +363,7 @@ def find_ladder(name: Path) -> Path:
 
 
 def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path | None = None) -> Ladder:
-    """A checked ladder from a file: a recipe with a `ladder` section.
+    """Load a ladder from a file, which is a recipe with a `ladder` section, and check it.
 
     Args:
         path: A YAML file.
@@ -453,7 +454,7 @@ def _check_sizes(ladder: Ladder) -> None:
 
 
 def _with_layers(arm: Arm, shape: Shape) -> Arm:
-    """The arm with its share of a rung's layers written as their number."""
+    """The arm with its number of layers, given as a share of the rung's layers, replaced by the integer."""
     overrides = []
     for override in arm.overrides:
         key, _, value = override.partition("=")
@@ -462,7 +463,7 @@ def _with_layers(arm: Arm, shape: Shape) -> Arm:
 
 
 def share_of(layers: int, text: str) -> int:
-    """The layers of an arm from a share such as `1/3` of a rung's layers."""
+    """An arm's number of layers, from a share such as `1/3` of a rung's layers."""
     try:
         share = Fraction(text) if SHARE.fullmatch(text) else Fraction(0)
     except ZeroDivisionError:

@@ -1,4 +1,4 @@
-"""The compute multiplier of an arm, its trend with scale, and the uncertainty of both.
+"""The compute multiplier of an arm, its trend with scale, and the uncertainty of both. The model is:
 
     ln(L_v - E) = c - α x                                  the control along the ladder, x = ln FLOPs
     ln(L_a - E) = c - α x - u - w (x - x̄)                  an arm
@@ -52,7 +52,7 @@ NEEDED = 0.9
 
 @dataclass(frozen=True)
 class Rung:
-    """The control and one arm at one size; losses of one seed have the same index."""
+    """The losses of the control and of one arm at one size; losses of the same seed have the same index."""
 
     x_control: float
     """ln of the control's training FLOPs."""
@@ -80,7 +80,7 @@ class Rung:
 
 @dataclass(frozen=True)
 class Noise:
-    """Noise over seeds, pooled over the rungs that have several."""
+    """The noise over seeds, pooled over the rungs that have several seeds."""
 
     single: float
     """Standard deviation of one run."""
@@ -89,12 +89,12 @@ class Noise:
 
     @property
     def common(self) -> float:
-        """Variance that both arms of a seed share."""
+        """The variance over seeds that both arms share in runs of one seed."""
         return max(self.single**2 - self.paired**2 / 2, 0.0)
 
     @property
     def correlation(self) -> float:
-        """Correlation of the two losses of a seed."""
+        """Correlation, over seeds, of the losses of two arms that share the seed."""
         return self.common / self.single**2 if self.single else 0.0
 
 
@@ -110,7 +110,7 @@ class Interval:
 
     @classmethod
     def of(cls, draws: Floats) -> Interval:
-        """The interval of draws from a posterior."""
+        """The median and intervals of draws from a posterior."""
         low, q25, median, q75, high = np.quantile(draws, [0.025, 0.25, 0.5, 0.75, 0.975]).tolist()
         return cls(median, q25, q75, low, high)
 
@@ -121,7 +121,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Draws of all unknowns of the model."""
+    """The posterior of the scaling law: draws of all its unknowns."""
 
     rungs: tuple[Rung, ...]
     noise: Noise
@@ -153,16 +153,16 @@ class Posterior:
         return self.trend / self.slope
 
     def control_loss(self, x: float) -> Floats:
-        """Draws of the control's loss on the law."""
+        """Posterior draws of the control's loss that the law gives at ln FLOPs x."""
         return self.floor + np.exp(self.intercept - self.slope * x)
 
     def arm_loss(self, x: float) -> Floats:
-        """Draws of the arm's loss on the law."""
+        """Posterior draws of the arm's loss that the law gives at ln FLOPs x."""
         drop = self.slope * x + self.shift + self.trend * (x - self.centre)
         return self.floor + np.exp(self.intercept - drop)
 
     def sides(self, x: float) -> float:
-        """Two-sided tail probability of M = 1 at x."""
+        """The two-sided posterior tail probability of M = 1 at ln FLOPs x."""
         below = float(np.mean(self.log_multiplier(x) < 0))
         return max(2 * min(below, 1 - below), 1 / len(self.slope))
 
@@ -177,7 +177,7 @@ class Posterior:
         return Interval.of(difference), Interval.of(self.log_multiplier(x_arm) - deviation / (self.slope * reducible))
 
     def _walk_on(self) -> tuple[Floats, Floats]:
-        """Mean and variance of the random walk at the next rung, given the deviations that were observed at these
+        """Mean and variance of the random walk at the next rung, given the deviations from the law observed at these
         rungs."""
         gaps = np.array([rung.means[1] - rung.means[0] for rung in self.rungs])
         law = [self.arm_loss(rung.x_arm) - self.control_loss(rung.x_control) for rung in self.rungs]
@@ -228,8 +228,8 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
 
 @lru_cache(maxsize=32)
 def fitted(rungs: tuple[Rung, ...]) -> Posterior | None:
-    """The posterior, which stages, checks and reports ask for again and again; None if there are fewer than two rungs,
-    if none has two seeds, or if the losses do not fall with compute."""
+    """The cached posterior of a ladder's rungs; None if there are fewer than two rungs, if no rung has two seeds, or if
+    the losses do not fall with compute."""
     if len(rungs) < 2 or noise_of(rungs) is None:
         return None
     found = posterior(rungs)
@@ -237,7 +237,7 @@ def fitted(rungs: tuple[Rung, ...]) -> Posterior | None:
 
 
 def _checked(rungs: Sequence[Rung], noise: Noise | None) -> tuple[tuple[Rung, ...], Noise, Floats, Floats]:
-    """The rungs in an order of their own, their noise, and ln FLOPs of the control and of the arm."""
+    """The rungs sorted by FLOPs, their noise, and ln FLOPs of the control and of the arm."""
     noise = noise or noise_of(rungs)
     if noise is None:
         raise ValueError("no model size has two seeds: the noise between seeds is unknown")
@@ -249,7 +249,7 @@ def _checked(rungs: Sequence[Rung], noise: Noise | None) -> tuple[tuple[Rung, ..
 
 @dataclass(frozen=True)
 class _Grid:
-    """Points of (τ_s, τ_d, τ_w), S in all, and of E."""
+    """The grid points of the scales (τ_s, τ_d, τ_w), S in all, and of the floor E."""
 
     shared: Floats
     own: Floats
@@ -261,7 +261,7 @@ class _Grid:
 
 @dataclass(frozen=True)
 class _Fit:
-    """The linear model at every point of scales and floors."""
+    """The fitted linear model at every grid point of scales and floors."""
 
     mean: Floats
     """The posterior means of (c, α, u, w): [4, S, F]."""
@@ -272,7 +272,7 @@ class _Fit:
 
 
 def _grid(least: float, noise: Noise) -> _Grid:
-    """The grid below the least loss."""
+    """The grid of scales and of loss floors, all of which lie below the least loss."""
     stretch = max(1.0, noise.paired / OWN_SCALE)
     shared, own, walk = np.array(SHARED), np.array(OWN) * stretch, np.array(WALK)
     floors = np.linspace(0.0, HIGHEST * least, FLOORS, dtype=np.float64)
@@ -310,7 +310,7 @@ def _fitted(rungs: tuple[Rung, ...], noise: Noise, grid: _Grid) -> _Fit:
 
 
 def _design(x_v: Floats, x_a: Floats, centre: float) -> Floats:
-    """Rows of (c, α, u, w), the control's first: [2R, 4]."""
+    """The design matrix in the coefficients (c, α, u, w), the control's rows first: [2R, 4]."""
     zero, one = np.zeros_like(x_v), np.ones_like(x_v)
     control = np.stack([one, -x_v, zero, zero], 1)
     arm = np.stack([one, -x_a, -one, -(x_a - centre)], 1)
@@ -318,7 +318,7 @@ def _design(x_v: Floats, x_a: Floats, centre: float) -> Floats:
 
 
 def _covariance(grid: _Grid, losses: Floats, seeds: Sequence[int], noise: Noise) -> Floats:
-    """Covariance of the losses at every point of the scales: [S, 2R, 2R]."""
+    """Covariance of the losses at every grid point of the scales: [S, 2R, 2R]."""
     n = np.array(seeds, float)
     size = len(n)
     common, own = noise.common / n, noise.paired**2 / (2 * n)
@@ -335,14 +335,14 @@ def _covariance(grid: _Grid, losses: Floats, seeds: Sequence[int], noise: Noise)
 
 
 def _precision(y: Floats, design: Floats) -> Floats:
-    """Prior precisions of the coefficients at every floor: [4, F]. A flat one is 0."""
+    """Prior precisions of the coefficients at every loss floor: [4, F]. A flat one is 0."""
     slope = np.maximum(np.abs((np.linalg.pinv(design) @ y)[1]), STEEP)
     flat, one = np.zeros_like(slope), np.ones_like(slope)
     return np.stack([flat, one, (SHIFT_SCALE * slope) ** -2, (TREND_SCALE * slope) ** -2])
 
 
 def _linear(white: Floats, precision: Floats) -> tuple[Floats, Floats, Floats]:
-    """Posterior mean, a root of its precision and the log evidence of linear models with white noise.
+    """For linear models with white noise: the posterior mean, a root of its precision, and the log evidence.
 
     LAPACK would take them one by one: the loops here are over columns, and each line is for all models.
 
@@ -367,7 +367,7 @@ def _linear(white: Floats, precision: Floats) -> tuple[Floats, Floats, Floats]:
 
 
 def _solved(root: Floats, right: Floats) -> Floats:
-    """x with root x = right, of upper triangles `[p, p, ...]` and `[p, ...]`."""
+    """Solve root · x = right for x, with upper triangular matrices `[p, p, ...]` and vectors `[p, ...]`."""
     found = np.empty_like(right)
     for i in reversed(range(len(root))):
         found[i] = (right[i] - (root[i, i + 1 :] * found[i + 1 :]).sum(0)) / root[i, i]
@@ -402,7 +402,7 @@ class Horizontal:
         return self._student(self.middle + self.growth * (x - self.centre), row)
 
     def per_decade(self) -> tuple[float, float, float] | None:
-        """The trend of ln M in a decade with the ends of its 95 % interval; None with two rungs."""
+        """The change of ln M per decade of FLOPs with the ends of its 95 % interval; None with two rungs."""
         return self._student(self.growth * DECADE, np.array([0.0, DECADE]))
 
     def _student(self, value: float, row: Floats) -> tuple[float, float, float] | None:
@@ -413,7 +413,7 @@ class Horizontal:
 
 
 def horizontal(rungs: Sequence[Rung], noise: Noise | None = None) -> Horizontal:
-    """The cross-check; arguments are those of `posterior`."""
+    """The cross-check of the posterior: a weighted line through ln M; the arguments are those of `posterior`."""
     rungs, noise, x_v, x_a = _checked(rungs, noise)
     v, a = (np.array([rung.means[side] for rung in rungs]) for side in (0, 1))
     n = np.array([rung.seeds for rung in rungs], float)
@@ -432,7 +432,7 @@ def horizontal(rungs: Sequence[Rung], noise: Noise | None = None) -> Horizontal:
 
 
 def _least_squares_floor(x_v: Floats, x_a: Floats, v: Floats, a: Floats) -> float:
-    """The E for which two lines, one for each arm, fit the losses best by least squares."""
+    """The loss floor E for which two lines, one for each arm, fit the losses best by least squares."""
 
     def left(floor: float) -> float:
         total = 0.0

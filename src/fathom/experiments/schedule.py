@@ -50,7 +50,7 @@ Job = Callable[[Path], bool]
 
 @dataclass(frozen=True)
 class Task:
-    """One task for one process: a training run. `plan.Measuring` is the other kind."""
+    """A task for one process: a training run. `plan.Measuring` is the other kind."""
 
     out: Path
     """The directory that holds its claim."""
@@ -82,17 +82,17 @@ class Task:
 
     @property
     def failure(self) -> Failure | None:
-        """Why training failed; None if it did not."""
+        """The reason why training failed; None if it has not failed."""
         return read_failure(self.run_dir)
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do: it is done, it failed, or the control failed for that seed."""
+        """Whether the task needs no more work: it is done, it failed, or the control failed for its seed."""
         without_control = self.control is not None and read_failure(self.control) is not None
         return self.done or self.failure is not None or without_control
 
     def loss(self, domains: Sequence[str] = ()) -> float:
-        """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
+        """The run's held-out loss, or its mean over some domains; infinite for a run that diverged."""
         if not self.done:
             return math.inf
         found = held_out(self.run_dir)
@@ -101,7 +101,7 @@ class Task:
         return mean if math.isfinite(mean) else math.inf
 
     def run(self, claim: Claim | None, **facts: str) -> bool:
-        """Train or resume; a diverged run leaves `failed.json`. False if a signal stopped it.
+        """Train the run or resume it; a run that diverges leaves `failed.json`. False if a signal stopped it.
 
         Args:
             claim: The claim on this run, which must not be lost; None for a rank that follows the first one.
@@ -127,7 +127,7 @@ class Task:
             return True
 
     def _follow(self) -> bool:
-        """Train as one of several ranks; the first one writes what is written."""
+        """Train as one of several ranks, of which only the first writes files."""
         try:
             return train(self.recipe, self.run_dir).finished
         except TrainingError as error:
@@ -137,7 +137,7 @@ class Task:
 
 
 def read_failure(run_dir: Path) -> Failure | None:
-    """Why a run cannot resume; None if it can, or if it has a result."""
+    """The reason why a run cannot resume; None if the run can resume or has a result."""
     path = run_dir / FAILED
     if (run_dir / RESULT).exists() or not path.exists():
         return None
@@ -157,7 +157,7 @@ def work_off(
     do: Callable[[str, Task, Claim], bool],
     quiet: bool,
 ) -> bool:
-    """Take one task after another until none is left; False if a signal came.
+    """Run one task after another until none is left; returns False if a signal interrupted.
 
     Args:
         out: The directory of the experiment.
@@ -191,7 +191,7 @@ def work_off(
 
 
 def _say(task: Task, name: str, where: str) -> None:
-    """Print the result of a task in one line; nothing if it has none because the control failed."""
+    """Print the result of a task in one line, or nothing if the task was skipped because the control failed."""
     if task.failure is not None:
         result = f"failed at step {task.failure.step}"
     elif not task.done:
@@ -209,7 +209,8 @@ def _ready(pending: Sequence[Task]) -> Sequence[Task]:
 
 
 class Watch(Hook):
-    """Shows the progress of a run, and stops it if its claim was taken over: two writers would damage its directory."""
+    """Shows the progress of a run, and stops the run if another worker took over its claim: two writers would damage
+    its directory."""
 
     def __init__(self, claim: Claim, bar: ProgressBar) -> None:
         self.claim, self.bar = claim, bar
@@ -217,7 +218,7 @@ class Watch(Hook):
         """Whether no other process draws on the same terminal."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Check the claim once per logged step."""
+        """Raise an error if this process has lost its claim on the run; called once per logged step."""
         self.claim.require()
         if self.alone:
             self.bar.update(step)
@@ -245,7 +246,8 @@ def is_first() -> bool:
 
 
 def carry_through(job: Job, out: Path, team: Team, left: Callable[[], int]) -> None:
-    """Do the work of a directory; a `TrainingError` if a signal or a lost machine stopped it.
+    """Run all tasks in a directory with a team of workers; raises `TrainingError` if a signal or a lost machine stopped
+    them.
 
     Args:
         job: What a process does in `out`.
@@ -267,7 +269,8 @@ def carry_through(job: Job, out: Path, team: Team, left: Callable[[], int]) -> N
 
 
 def _spread(job: Job, out: Path, team: Team, left: Callable[[], int]) -> None:
-    """Let a scheduler start the workers. One that dies is started again, or its tasks go to others by their claims."""
+    """Let a scheduler such as Slurm start the workers. One that dies is started again, or its tasks go to others by
+    their claims."""
     require_scheduler(team.executor.name)
     if left():
         schedule(*_scheduled(job, out, team))
@@ -287,7 +290,7 @@ def _scheduled(job: Job, out: Path, team: Team) -> tuple[Executor, Callable[[obj
 
 
 def take_part(job: Job, directory: str, threads: int, data: object, number: int, world_size: int) -> None:
-    """Do the work of the directory in a scheduler's process, until its parent ends."""
+    """Run tasks of the directory in a process that a scheduler started, until its parent ends."""
     threading.Thread(target=_follow, args=(os.getppid(),), daemon=True).start()
     torch.set_num_threads(threads)
     if not job(Path(directory)):
@@ -347,7 +350,7 @@ def tidy() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Run torch on one CPU thread, so that the thread's CPU time is all of the work."""
+    """Limit torch to one CPU thread within the block, so that this thread's CPU time measures all of the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -358,7 +361,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables for processes that are started in the block."""
+    """Set environment variables within the block, for processes that are started there."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

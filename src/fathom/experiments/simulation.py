@@ -12,7 +12,7 @@ from fathom.experiments.scaling import DECADE, Rung, posterior
 
 @dataclass(frozen=True)
 class Truth:
-    """The true law, the arm's multiplier, and the noise."""
+    """The truth of a simulated ladder: the law, the arm's multiplier, and the noise."""
 
     decades: float = 1.5
     seeds: tuple[int, ...] = (5, 3, 3, 2)
@@ -47,17 +47,18 @@ class Truth:
 
     @property
     def centre(self) -> float:
-        """The middle of the arm's ln FLOPs."""
+        """The mean of the arm's ln FLOPs over the rungs."""
         return float(self.x.mean()) + math.log(self.ratio)
 
     def log_multiplier(self, x: float) -> float:
-        """The true ln M at an arm's ln FLOPs: the distance to where the control has the same loss."""
+        """The true ln M at an arm's ln FLOPs: how much larger the control's ln FLOPs must be for the same loss."""
         reducible = self.arm_loss(x) - self.floor
         return math.log(self.start) + math.log(self.reducible / reducible) / self.slope - x
 
     @property
     def trend(self) -> float:
-        """d ln M / d ln FLOPs in the middle; it is not constant if the arm has a floor of its own."""
+        """The true trend d ln M / d ln FLOPs in the middle of the ladder; it is not constant if the arm has a loss
+        floor of its own."""
         return (self.log_multiplier(self.centre + 0.1) - self.log_multiplier(self.centre - 0.1)) / 0.2
 
     def loss(self, x: float) -> float:
@@ -93,7 +94,8 @@ def simulate(truth: Truth, draw: int) -> list[Rung]:
 
 
 def resolution(truth: Truth, draws: int = 20) -> tuple[float, float]:
-    """Median 95 % half-width, as a factor, of M at the last rung and of the trend per decade."""
+    """The median half-widths of 95 % intervals over simulated ladders, as factors: of the multiplier M at the last
+    rung, and of its trend per decade."""
     tops, trends = [], []
     for draw in range(draws):
         found = posterior(simulate(truth, draw), draws=1000)

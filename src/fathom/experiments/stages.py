@@ -1,4 +1,4 @@
-"""The next runs of a ladder, as a function of its directory, so that all machines agree.
+"""Determines the next runs of a ladder from its directory alone, so that all machines agree. The stages are:
 
 tune every arm at several learning rates, at the first sizes
 rungs all sizes but a sealed last one, each a comparison; the seed controls
@@ -57,7 +57,8 @@ class State:
     # Tuning
 
     def tuning(self) -> tuple[list[Task], list[dict[str, Tuned]]]:
-        """Tuning runs so far, and the `Tuned` of each finished rung by arm. The last runs may be unfinished."""
+        """The tuning runs so far, and the tuning result of each finished rung by arm. The last runs may be
+        unfinished."""
         runs, found = list[Task](), list[dict[str, Tuned]]()
         for index in range(len(self.ladder.rules.tune_points)):
             cells, bowls = self._search(index, found)
@@ -71,7 +72,8 @@ class State:
     def _search(
         self, index: int, found: Sequence[dict[str, Tuned]]
     ) -> tuple[list[list[Task]], dict[str, Tuned] | None]:
-        """The tuning runs of a rung, a list for each arm and place, and once all are over each arm's `Tuned`."""
+        """The tuning runs of a rung, one list for each arm and learning rate; and, when all have ended, each arm's
+        tuning result."""
         first = self.ladder.rules.tune_points[index]
         centres, domains = self._centres(index, found), self.ladder.rules.tune_domains
         places = {arm.name: first_places(first) for arm in self.ladder.arms}
@@ -99,8 +101,8 @@ class State:
         }
 
     def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
-        """The learning rate at place 0: the recipe's at the first rung, then the previous optimum, scaled by the
-        rule."""
+        """The centre of each arm's learning rates at a rung: the recipe's at the first rung, then the previous optimum,
+        scaled by the rule."""
         if index == 0:
             return {arm.name: self.ladder.recipe.optim.lr for arm in self.ladder.arms}
         before, sizes = found[index - 1], self.ladder.sizes
@@ -109,7 +111,7 @@ class State:
         return {name: rounded((tuned.rate if tuned.known else control.rate) * grown) for name, tuned in before.items()}
 
     def _tuning_runs(self, index: int, arm: Arm, place: int, centre: float) -> list[Task]:
-        """The tuning runs of an arm at a place, by seed."""
+        """The tuning runs of an arm at one learning rate (`place` doublings from the centre), one for each seed."""
         size, first = self.ladder.sizes[index], self.ladder.first_seed() + TUNING_SEED
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}"
         make = partial(self.ladder.run, arm, size, rounded(centre * 2.0**place))
@@ -123,19 +125,20 @@ class State:
 
     @cached_property
     def finished_tuning(self) -> list[dict[str, Tuned]] | None:
-        """The `Tuned` of every tuned rung, by arm; None while tuning is not finished."""
+        """The tuning results of every tuned rung, by arm; None while tuning is not finished."""
         runs, found = self.tuning()
         return found if all(run.settled for run in runs) else None
 
     @property
     def tuned(self) -> list[dict[str, Tuned]]:
-        """The `Tuned` of every tuned rung, by arm; tuning must be finished."""
+        """The tuning results of every tuned rung, by arm; raises an error if tuning is not finished."""
         if self.finished_tuning is None:
             raise SettingsError(f"{self.out}: tuning is not finished")
         return self.finished_tuning
 
     def ratio(self, arm: Arm) -> float:
-        """An arm's learning rate over the control's, pooled over the tuned sizes; 1 if the arm's optimum is unknown."""
+        """The ratio of an arm's learning rate to the control's, pooled over the tuned sizes; 1 if the arm's optimum is
+        unknown."""
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
@@ -152,7 +155,7 @@ class State:
         return last[arm.name].rate / last[control].rate  # it diverges at the control's learning rate
 
     def _carried(self, arm: Arm, index: int) -> float:
-        """An arm's optimum at a tuned rung, scaled by the rule to the last of them."""
+        """An arm's optimal learning rate at a tuned rung, transferred to the last tuned rung by the scaling rule."""
         here, last = self.ladder.sizes[index], self.ladder.sizes[len(self.tuned) - 1]
         return self.tuned[index][arm.name].rate * self.ladder.rule(last) / self.ladder.rule(here)
 
@@ -169,7 +172,7 @@ class State:
 
     @cached_property
     def plans(self) -> dict[Size, Plan]:
-        """The comparison of each rung; tuning must be finished."""
+        """The plan of each rung's comparison; tuning must be finished."""
         ladder = self.ladder
         return {
             size: ladder.plan(size, {arm.name: self.rate(arm, size) for arm in ladder.every_arm})
@@ -188,7 +191,7 @@ class State:
         return self.out / RUNGS / size.name
 
     def rung_tasks(self, size: Size) -> list[Task]:
-        """The runs and measurements of a rung."""
+        """The training runs and measurements of a rung."""
         return self.plans[size].tasks(self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
 
     def runs(self, size: Size, arm: Arm) -> list[Task]:
@@ -197,7 +200,7 @@ class State:
         return [plan.run(self.rung_dir(size), arm.name, seed) for seed in plan.seeds]
 
     def seed_controls(self) -> list[Task]:
-        """The control with the same batches and other initial values."""
+        """The runs of the seed control: the control with the same batches and other initial values."""
         found, first = [], self.ladder.first_seed()
         for size, count in zip(self.ladder.sizes, self.ladder.rules.seed_control, strict=False):
             seeds = self.ladder.rules.seeds[size.index - 1]
@@ -223,13 +226,13 @@ class State:
         return finite_losses(self.runs(size, arm))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> dict[Size, Rung]:
-        """Losses of an arm and the control at each rung, of the seeds that both finished; rungs without one are left
-        out."""
+        """Losses of an arm and the control at each rung, for seeds that both finished; rungs without a shared seed are
+        left out."""
         found = ((size, self.paired(size, self.losses(size, arm), self.flops[arm, size])) for size in sizes)
         return {size: rung for size, rung in found if rung is not None}
 
     def paired(self, size: Size, own: dict[int, float], flops: float) -> Rung | None:
-        """Losses by seed of runs of so many FLOPs, and those of the control; None if they share no seed."""
+        """The losses of some runs, given by seed, paired with the control's losses; None if they share no seed."""
         control = self.losses(size, self.ladder.control)
         seeds = sorted(set(control) & set(own))
         if not seeds:
@@ -238,7 +241,7 @@ class State:
         return Rung(x_control, tuple(control[s] for s in seeds), x_own, tuple(own[s] for s in seeds))
 
     def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
-        """The posterior of an arm, if it has one."""
+        """The posterior of an arm's losses and the control's; None if it cannot be computed."""
         return fitted(tuple(self.rungs(arm, sizes).values()))
 
     # The seal
@@ -258,7 +261,7 @@ class State:
         return Prediction(self.ladder.sha256, ESTIMATOR, last.index, rows, self.digests(before), seeds)
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
-        """SHA-256 of the results on which a prediction is based."""
+        """SHA-256 of each result file on which a prediction is based."""
         runs = [run for size in sizes for run in self.plans[size].runs(self.rung_dir(size))]
         paths = [run.run_dir / RESULT for run in runs]
         return {str(path.relative_to(self.out)): digest(path).sha256 for path in paths if path.exists()}
@@ -291,15 +294,15 @@ class State:
     # The check at the top
 
     def judged(self) -> dict[Arm, float]:
-        """The p-value, by Holm, of M = 1 at the last rung, of arms that have a posterior."""
+        """The Holm-adjusted p-values of M = 1 at the last rung, for the arms that have a posterior."""
         fits = {arm: self.fit(arm, self.ladder.sizes) for arm in self.ladder.every_arm[1:]}
         top = self.ladder.sizes[-1]
         found = {arm: fit.sides(math.log(self.flops[arm, top])) for arm, fit in fits.items() if fit is not None}
         return dict(zip(found, holm(list(found.values())), strict=True))
 
     def checks(self) -> list[Task]:
-        """Runs at half and twice the learning rate at the last rung: of the control and of each arm called better or
-        worse."""
+        """Runs at half and twice the learning rate at the last rung, for the control and for each arm that differs
+        significantly from it."""
         sure = [arm for arm, p in self.judged().items() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
@@ -314,7 +317,7 @@ class State:
     # What comes next
 
     def work(self, stage: str) -> list[Task]:
-        """The runs of a stage, with finished ones; earlier stages must be settled."""
+        """The tasks of a stage, including finished ones; earlier stages must be settled."""
         last = self.ladder.sizes[-1]
         sealed = self.ladder.rules.sealed
         if stage == "tune":
@@ -327,7 +330,7 @@ class State:
         return self.checks() if stage == "check" else []
 
     def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Task]]]:
-        """Stages up to `until`, each with its runs; ends with the first stage that has work left."""
+        """The stages up to `until`, each with its tasks; ends with the first stage that has work left."""
         for stage in STAGES[: STAGES.index(until) + 1]:
             found = self.work(stage)
             yield stage, found
@@ -335,7 +338,7 @@ class State:
                 return
 
     def begin(self, stage: str) -> None:
-        """Seal the prediction before the last rung, and write the plans of a stage's rungs."""
+        """Seal the prediction if the stage is `seal` or later, and write the plans of the stage's rungs."""
         if self.ladder.rules.sealed and STAGES.index(stage) >= STAGES.index("seal"):
             self.seal()
             self.sealed()  # refuses one that was changed
@@ -349,12 +352,12 @@ class State:
 
 
 def finite_losses(runs: Iterable[Task]) -> dict[int, float]:
-    """Final losses of runs that have one, by seed."""
+    """The final losses, by seed, of those runs that have a finite one."""
     return {run.seed: loss for run in runs if math.isfinite(loss := run.loss())}
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
-    """An arm's mean loss at the place nearest to a learning rate."""
+    """An arm's mean tuning loss at the tried learning rate that is nearest to `rate`."""
     wanted = math.log2(rate / tuned.centre)
     place = min(tuned.losses, key=lambda place: (abs(place - wanted), place))
     return math.fsum(tuned.losses[place]) / len(tuned.losses[place])

@@ -1,8 +1,8 @@
-"""Claims: which worker holds which task, if workers share only a directory. A task's claims are files numbered 0, 1, 2,
-…; the highest number is valid. Claiming creates the next number with `link`, which fails if another worker was faster,
-also on network file systems. Nothing is ever deleted, so no two processes can disagree about the next number. A holder
-touches its file while it runs. If its process has ended, or the file was not touched for a while, another worker may
-take over.
+"""Claims record which worker runs which task, for workers that share only a directory. A task's claims are files
+numbered 0, 1, 2, …; the highest number is valid. Claiming creates the next number with `link`, which fails if another
+worker was faster, also on network file systems. Nothing is ever deleted, so no two processes can disagree about the
+next number. A holder touches its file while it runs. If its process has ended, or the file was not touched for a while,
+another worker may take over.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STALE_SECONDS = 60.0
 
 @dataclass
 class Claims:
-    """The claims in one directory, as one process sees them."""
+    """The claims in one directory, with what this process has seen of their heartbeats."""
 
     directory: Path
     stale_seconds: float = STALE_SECONDS
@@ -79,7 +79,7 @@ class Claim:
 
     @property
     def lost(self) -> bool:
-        """Whether another worker has taken over."""
+        """Whether another worker has taken over this claim."""
         return self.successor.exists()
 
     def require(self) -> None:
@@ -109,7 +109,7 @@ class Claim:
 
 
 def _holder(path: Path) -> dict[str, Any]:
-    """The holder of a claim; empty for an unreadable file, as after a power cut, which expires."""
+    """The process that holds a claim; empty if the file is unreadable, as after a power cut (such a claim expires)."""
     try:
         found: dict[str, Any] = read_json(path)
     except ValueError:
@@ -118,7 +118,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def machine() -> str:
-    """Identifies boot and container, because a process id is unique only within both."""
+    """A text that identifies this machine's boot and container, because a process id is unique only within both."""
     parts = [platform.node()]
     try:
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]

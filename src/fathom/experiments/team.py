@@ -1,4 +1,4 @@
-"""The worker processes of a comparison or ladder: how many, and with how many threads."""
+"""The worker processes of a comparison or ladder: their number, and the threads of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fathom.corpus.recipe import Executor
 
 @dataclass(frozen=True)
 class Team:
-    """Processes that take one task after another, by claims."""
+    """The worker processes, each of which claims and runs one task after another."""
 
     workers: int = 1
     """How many, here or on the executor's machines."""

@@ -31,7 +31,8 @@ PREFILL, DECODED = 8, 16
 
 
 def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
-    """Time and memory of a training step of an arm and the control, built from one seed, in turns A B B A."""
+    """Measure time and memory of a training step of an arm and the control, both built from one seed, in the order A B
+    B A."""
     ranks = start(control)
     base = _allocated(ranks.device)
     a = build_training(arm, ranks)
@@ -68,7 +69,7 @@ def _with_kernels(step: Callable[[], object], recipe: Recipe, device: torch.devi
 
 
 def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, clock: Clock | None = None) -> TimeRatio:
-    """Time two functions A B B A, after one warm-up.
+    """Time two functions alternately, in the order A B B A, after one warm-up.
 
     Args:
         a: One step of the first.
@@ -96,7 +97,7 @@ def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, cl
 
 
 def step_memory(training: Training) -> int:
-    """Peak bytes of a training step that is not the first."""
+    """Peak memory in bytes of a training step, after a first step that is not counted."""
     training.step(0)
     device = training.ranks.device
     if device.type == "cuda":
@@ -110,7 +111,7 @@ def step_memory(training: Training) -> int:
 
 
 def saved_bytes(training: Training) -> int:
-    """Bytes that a forward pass of one micro-batch keeps for its backward pass, weights left out."""
+    """Bytes that a forward pass of one micro-batch keeps for its backward pass, not counting weights."""
     weights = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -131,7 +132,7 @@ def saved_bytes(training: Training) -> int:
 
 @torch.no_grad()
 def cache_growth(model: PreTrainedModel) -> float:
-    """Bytes by which a cache grows for each decoded token, measured."""
+    """Bytes by which the model's cache grows for each decoded token, measured."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -147,7 +148,7 @@ def cache_growth(model: PreTrainedModel) -> float:
 
 
 def _stepper(training: Training) -> Callable[[], object]:
-    """A function that makes one step on preloaded, repeated batches."""
+    """A function that makes one training step on preloaded, repeated batches."""
     batches = list(training.plan.batch(2, micro_batch=training.micro_batch))
     return lambda: training.step(2, batches)
 

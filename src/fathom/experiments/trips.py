@@ -1,4 +1,4 @@
-"""φ, the exponent of iterations: a layer that runs r times is worth r^φ layers.
+"""φ, the exponent of loop iterations: a layer that runs r times is worth r^φ layers.
 
     L = E + A (N_once + r^φ N_rec)^-α + B D^-β
 
@@ -31,7 +31,7 @@ ONE_BUDGET = "one token budget: φ is not identified; add another budget at the 
 
 @dataclass(frozen=True)
 class Looped:
-    """One size and budget with a number of trips."""
+    """A model of one size and token budget, with its number of loop iterations and its loss."""
 
     once: float
     """Parameters outside of the loop, embeddings left out."""
@@ -45,7 +45,7 @@ class Looped:
 
 
 def refusal(runs: Sequence[Looped]) -> str | None:
-    """Why φ cannot be estimated from these runs; None if it can."""
+    """The reason why φ cannot be estimated from these runs; None if it can."""
     if budgets_of(runs) < 2:
         return ONE_BUDGET
     if len({run.trips for run in runs}) < 2:
@@ -57,7 +57,7 @@ def refusal(runs: Sequence[Looped]) -> str | None:
 
 
 def budgets_of(runs: Sequence[Looped]) -> int:
-    """Most token budgets with which any one model was trained."""
+    """The largest number of token budgets with which any one model was trained."""
     by_model: dict[tuple[float, float, int], set[float]] = {}
     for run in runs:
         by_model.setdefault((run.once, run.inside, run.trips), set()).add(run.tokens)
@@ -65,8 +65,8 @@ def budgets_of(runs: Sequence[Looped]) -> int:
 
 
 def worth(runs: Sequence[Looped]) -> Phi:
-    """φ by least squares with a random effect of each cell, or why there is none; Student's t with (cells - 2) degrees
-    of freedom. The losses are means over seeds.
+    """Estimate φ by least squares with a random effect for each cell, or say why it cannot be estimated; intervals use
+    Student's t with (cells - 2) degrees of freedom. The losses are means over seeds.
     """
     if (why := refusal(runs)) is not None:
         return Phi(refused=why)
@@ -90,7 +90,7 @@ class _Fit:
         self.scale_d = float(np.exp(np.log(self.tokens).mean()))
 
     def best(self) -> tuple[float, float]:
-        """φ and its standard error, at the likeliest share of the cells' variance."""
+        """φ and its standard error, at the most likely share of variance between cells."""
         start = min((self.solve(0.0, self.start(*start)) for start in STARTS), key=lambda found: found[1])[0]
         likeliest, answer = -np.inf, (0.0, np.inf)
         for share in SHARES:
@@ -106,19 +106,20 @@ class _Fit:
         return answer
 
     def start(self, alpha: float, beta: float, phi: float) -> Floats:
-        """E, ln A, ln B, α, β, φ from exponents alone: the rest is linear."""
+        """Starting values of (E, ln A, ln B, α, β, φ) from the exponents alone: for given exponents the rest is a
+        linear fit."""
         n, d = self.terms(alpha, beta, phi)
         design = np.stack([np.ones_like(n), n, d], 1)
         floor, a, b = optimize.nnls(design, self.loss)[0]
         return np.array([floor, np.log(max(a, 1e-6)), np.log(max(b, 1e-6)), alpha, beta, phi])
 
     def terms(self, alpha: float, beta: float, phi: float) -> tuple[Floats, Floats]:
-        """The two falling terms without their factors, in units of the middle run."""
+        """The two decreasing terms of the law without their factors A and B, in units of the middle run."""
         n = (self.once + self.trips**phi * self.inside) / self.scale_n
         return n**-alpha, (self.tokens / self.scale_d) ** -beta
 
     def solve(self, share: float, start: Floats) -> tuple[Floats, float, Floats]:
-        """Values, sum of squares and Jacobian, whitened for a cell variance of `share`."""
+        """Fitted values, sum of squares and Jacobian, with residuals whitened for a cell variance of `share`."""
 
         def residual(values: Floats) -> Floats:
             floor, a, b, alpha, beta, phi = values
@@ -143,7 +144,7 @@ class _Fit:
         return found.x, float(2 * found.cost), found.jac
 
     def whiten(self, values: Floats, share: float) -> Floats:
-        """Whiten the covariance of each cell: multiply by (I + s 11ᵀ)^-½ within it."""
+        """Whiten residuals whose covariance is I + s 11ᵀ within each cell: multiply each cell by (I + s 11ᵀ)^-½."""
         if share == 0:
             return values
         made = values.copy()

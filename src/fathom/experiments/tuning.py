@@ -1,4 +1,5 @@
-"""A learning rate for each arm: points a factor 2 apart, and a parabola in log2 of the rate, with its uncertainty.
+"""Chooses a learning rate for each arm: tries learning rates a factor 2 apart, and fits a parabola in log2 of the
+learning rate, with its uncertainty.
 
 A learning rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which
 brackets an optimum like any other; the parabola uses only the places on the best one's side.
@@ -52,12 +53,14 @@ class Bowl:
 
 
 def first_places(count: int) -> list[int]:
-    """`count` places around the centre; of an even number, one more above than below."""
+    """`count` learning rates around the centre, as numbers of doublings; if `count` is even, one more lies above the
+    centre than below."""
     return list(range(-((count - 1) // 2), count // 2 + 1))
 
 
 def next_place(points: Points, first: int) -> int | None:
-    """The place of another run, if the best point is at an edge; None if the optimum is bracketed.
+    """The learning rate to try next (in doublings above the centre) if the best is at an edge; None if the optimum is
+    bracketed.
 
     On a puzzle, another run is needed if an edge is among the solving places around the best, unless all places solve
     it.
@@ -82,7 +85,7 @@ def next_place(points: Points, first: int) -> int | None:
 
 
 def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
-    """Fit the parabola; returns the optimum with its interval and flags.
+    """Fit the parabola of loss over log2 of the learning rate; returns the optimum with its interval and flags.
 
     If only some learning rates solve a puzzle, the optimum is the middle of the solving range, which no parabola fits.
 
@@ -123,7 +126,8 @@ def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
 
 
 def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
-    """The middle of the solving places around the best; if all solve it, the best itself, flagged as unknown."""
+    """The middle of the learning rates around the best that solve the puzzle; if all solve it, the best learning rate,
+    flagged as unknown."""
     if all(map(_learns, means.values())):
         return Bowl(float(best), -math.inf, math.inf, None, LEARNED, (FLAT,), extended)
     low, high = _learning(best, means)
@@ -132,7 +136,7 @@ def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
 
 
 def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
-    """The lowest and the highest solving place around the best."""
+    """The lowest and the highest of the learning rates around the best that solve the puzzle."""
     low = high = best
     while _learns(means.get(low - 1, math.inf)):
         low -= 1
@@ -142,12 +146,13 @@ def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
 
 
 def _learns(loss: float) -> bool:
-    """Whether a puzzle is solved, robust to the rounding of mean losses."""
+    """Whether a loss is low enough to count as a solved puzzle, robust to the rounding of mean losses."""
     return loss <= LEARNED * (1 + LEVEL)
 
 
 def pooled_sigma(bowls: Sequence[Points]) -> float | None:
-    """Standard deviation of a run from all points with several seeds; None where there are none."""
+    """The standard deviation of a run's loss over seeds, pooled over all learning rates with several seeds; None if
+    there are none."""
     squares, freedom = 0.0, 0
     for points in bowls:
         for losses in points.values():
@@ -158,7 +163,8 @@ def pooled_sigma(bowls: Sequence[Points]) -> float | None:
 
 
 def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.ndarray) -> float:
-    """Standard deviation of a run: from several seeds if there are any, else from the residuals of the parabola."""
+    """The standard deviation of a run's loss: from several seeds if there are any, else from the residuals of the
+    parabola."""
     known = pooled_sigma([points])
     if known is not None:
         return known
@@ -169,7 +175,7 @@ def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.n
 
 
 def _beside(best: int, means: Mapping[int, float]) -> list[int]:
-    """Places that are not separated from the best by a diverged one."""
+    """The tried learning rates that no diverged learning rate separates from the best."""
     diverged = [place for place, loss in means.items() if not math.isfinite(loss)]
     low = max((place for place in diverged if place < best), default=-math.inf)
     high = min((place for place in diverged if place > best), default=math.inf)
