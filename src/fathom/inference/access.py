@@ -23,7 +23,7 @@ PATH = 200
 
 
 class Access:
-    """An ASGI layer, outside all others.
+    """An ASGI middleware outside all others, which writes the access log.
 
     Args:
         app: The application behind it.
@@ -63,5 +63,5 @@ class Access:
 
 
 def to_stderr(line: str) -> None:
-    """Write a line of the log."""
+    """Write a line of the access log to standard error."""
     print(line, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Generated texts as OpenAI's answers, with log-probabilities: complete, or in chunks."""
+"""Formats generated texts as OpenAI's API answers, with log-probabilities: complete, or as streamed chunks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
 
 
 def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, float]:
-    """Log-probabilities of the likeliest tokens and of the chosen one, by text, or by number if two texts are equal."""
+    """The log-probabilities of the most likely tokens and of the chosen one, keyed by text; a token whose text is taken
+    is keyed by its number."""
     assert scored.logprob is not None
     found = {word(tokenizer, scored.token): scored.logprob}
     for token, logprob in scored.top:
@@ -59,7 +60,7 @@ def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, fl
 
 
 def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
-    """Log-probabilities in the format of completions. The first token of a document has none."""
+    """Log-probabilities in the format of OpenAI's text completions. The first token of a document has none."""
     return {
         "tokens": [word(tokenizer, one.token) for one, _ in scores],
         "token_logprobs": [one.logprob for one, _ in scores],
@@ -69,7 +70,7 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tup
 
 
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
-    """Log-probabilities in the format of chats."""
+    """Log-probabilities in the format of OpenAI's chat completions."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:
         text = word(tokenizer, token)
@@ -82,7 +83,7 @@ def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Sco
 
 
 class Envelope:
-    """The JSON around the choices of one answer.
+    """The JSON of one API answer, apart from its choices.
 
     Args:
         model: The name that clients use.
@@ -125,7 +126,7 @@ class Envelope:
         return {**chunk, **self.prompt_ids}
 
     def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
-        """A chunk of a choice; None if there is nothing to send yet."""
+        """A streamed chunk of a choice; None if there is nothing to send yet."""
         if not self.chat:
             return self._chunk([self._choice(index, text, {"text": new})])
         delta = {**self._thought(text), **_delta(text, new)}
@@ -138,16 +139,16 @@ class Envelope:
         return {**self._chunk([]), "usage": self._usage(texts)}
 
     def _message(self, text: Text) -> dict[str, object]:
-        """A complete message: its thought, its text and its tool calls."""
+        """A complete message: its reasoning, its text and its tool calls."""
         return {**_message(text), **self._thought(text)}
 
     def _thought(self, text: Text) -> dict[str, object]:
-        """The part of the thought that was not sent yet."""
+        """The part of the model's reasoning that was not sent yet."""
         new, text.new_thought = text.new_thought, ""
         return {"reasoning_content": new} if new and self.reasoning else {}
 
     def _choice(self, index: int, text: Text, said: dict) -> dict[str, object]:
-        """A choice, with the scores that were not sent yet."""
+        """The JSON of a choice, with those log-probabilities that were not sent yet."""
         scores, text.scores = text.scores, []
         in_format = chat_logprobs if self.chat else completion_logprobs
         logprobs = in_format(self.tokenizer, scores) if scores else None
@@ -166,7 +167,7 @@ class Envelope:
 
 
 def usage_of(prompt: int, texts: Sequence[Text], cached: int) -> dict[str, Any]:
-    """Token counts in the format of chats, and the mean iterations of a token.
+    """Token counts in the format of OpenAI's chats, and the mean number of loop iterations per token.
 
     Args:
         prompt: Tokens of the prompts.
@@ -193,7 +194,7 @@ def _message(text: Text) -> dict[str, object]:
 
 
 def _delta(text: Text, new: str) -> dict[str, object]:
-    """The fields that a piece of text adds to its message."""
+    """The fields that a new piece of text adds to its streamed message."""
     if text.reader is None:
         return {"content": new} if new else {}
     heard = text.reader.hear(new, last=text.finish is not None)

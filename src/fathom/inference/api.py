@@ -64,13 +64,13 @@ class ApiError(HTTPException):
         self.code, self.param = code, param
 
     def body(self) -> dict[str, object]:
-        """The JSON that OpenAI's clients understand."""
+        """The error as JSON in OpenAI's format."""
         kind = KINDS.get(self.status_code, "invalid_request_error")
         message = str(self.detail).encode("utf-8", "replace").decode()  # a lone surrogate is JSON, but not UTF-8
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Translate an error to a route whose fields have other names."""
+        """The same error with its field renamed, for a route whose fields have other names."""
         field = self.param or ""
         new = names.get(field, field)
         message = new + self.detail.removeprefix(field) if self.detail.startswith(f"{field}:") else self.detail
@@ -87,7 +87,7 @@ def wrong(field: str, message: str) -> ApiError:
 
 
 def told(error: Exception) -> ApiError:
-    """Any error, as reported to the client."""
+    """Convert any exception to the `ApiError` that the client gets."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestError):
@@ -101,7 +101,7 @@ def told(error: Exception) -> ApiError:
 
 
 def _invalid(first: dict) -> ApiError:
-    """The first error that pydantic found, by field name; `body` stands before the name."""
+    """The first error that pydantic found in a request, with the name of the field."""
     # Of a union, pydantic also names the kinds that it tried: literal['none'], dict[str,any], NamedTool.
     place = [str(part) for part in first["loc"][1:] if not re.search(r"[\[(]|^[A-Z]", str(part))]
     if not place or first["type"] == "json_invalid":
@@ -135,7 +135,8 @@ class Message(BaseModel):
     @field_validator("tool_calls")
     @classmethod
     def _as_templates_take_them(cls, given: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
-        """With arguments as an object; clients send them as JSON text. A call that was cut off keeps its text."""
+        """The tool calls of a message with their arguments as objects; clients send arguments as JSON text. A call that
+        was cut off keeps its text."""
         return None if given is None else [_call(one) for one in given]
 
     def turn(self) -> dict[str, object]:
@@ -162,8 +163,8 @@ def _call(given: dict[str, object]) -> dict[str, object]:
 
 
 def with_objects(turns: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A conversation for a template that reads a call's arguments by key: the text of a call that was cut off is
-    under `arguments`."""
+    """The conversation with the arguments of tool calls parsed as objects, for templates that read them by key;
+    arguments that were cut off stay text, under the key `arguments`."""
     return [
         {**turn, "tool_calls": [_as_object(call) for call in turn["tool_calls"]]}
         if "tool_calls" in turn
@@ -241,7 +242,7 @@ class Body(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, given: object) -> object:
-        """Refuse a long list before each of its entries is validated."""
+        """Reject a long list at once, before each of its entries is validated."""
         if isinstance(given, dict) and len(given) > BIASES:
             raise PydanticCustomError("logit_bias", "1,024 tokens at most")
         return given
@@ -253,7 +254,7 @@ class Body(Strict):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """The tools that the answer is allowed to call."""
         return []
 
     @property
@@ -263,7 +264,7 @@ class Body(Strict):
 
     @property
     def usage(self) -> bool:
-        """Whether a stream ends with a chunk of token counts."""
+        """Whether a streamed answer ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def rules(self, vocabulary: int) -> FieldRules:
@@ -301,13 +302,13 @@ class CompletionBody(Body):
 
     @property
     def prompts(self) -> list:
-        """One or several, each a text or token ids."""
+        """The prompts of the request, one or several, each a text or a list of token ids."""
         one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
         return [self.prompt] if one else list(self.prompt)
 
     @property
     def likeliest(self) -> int | None:
-        """Number of likeliest tokens to return with log-probabilities; None for no log-probabilities."""
+        """The number of most likely tokens to return with log-probabilities; None for no log-probabilities."""
         return self.logprobs
 
     def rules(self, vocabulary: int) -> FieldRules:
@@ -324,7 +325,7 @@ class CompletionBody(Body):
 
 
 class Rendering(Strict):
-    """How a conversation becomes a prompt."""
+    """The request fields that say how a conversation becomes a prompt."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, max_length=TURNS)
     add_generation_prompt: bool | None = None
@@ -334,13 +335,13 @@ class Rendering(Strict):
 
     @property
     def ending(self) -> dict[str, bool]:
-        """How the prompt ends, as `apply_chat_template` takes it."""
+        """The arguments of `apply_chat_template` that determine how the prompt ends."""
         if self.continue_final_message:
             return {"add_generation_prompt": False, "continue_final_message": True}
         return {"add_generation_prompt": self.add_generation_prompt is not False}
 
     def ending_rules(self) -> FieldRules:
-        """The conditions for continuing a message."""
+        """The conditions under which `continue_final_message` is allowed."""
         last = self.messages[-1] if self.messages else None
         begun = last is not None and last.role == "assistant" and bool((last.content or "").strip())
         begun = begun and last is not None and not last.tool_calls
@@ -411,7 +412,7 @@ class ChatBody(Rendering, Body):
 
     @property
     def callable_tools(self) -> list[Tool]:
-        """The tools that the answer may call."""
+        """The tools that the answer is allowed to call."""
         if self._chosen:
             return [tool for tool in self.tools if tool.function.name in self._chosen]
         return [] if self.tool_choice == "none" else self.tools
@@ -425,14 +426,14 @@ class ChatBody(Rendering, Body):
 
     @property
     def _chosen(self) -> set[str]:
-        """Names of the tools that `tool_choice` names."""
+        """The names of the tools to which `tool_choice` limits the answer; empty if it names none."""
         if isinstance(self.tool_choice, AllowedTools):
             return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
         return {self.tool_choice.function.name} if isinstance(self.tool_choice, NamedTool) else set()
 
 
 class TextBody(Rendering):
-    """`POST /tokenize`: a text or a conversation."""
+    """The body of `POST /tokenize`: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None

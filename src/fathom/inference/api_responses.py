@@ -70,7 +70,7 @@ class ResponsesBody(Body):
     prompt: object = None
 
     def chat(self) -> ChatBody:
-        """Translate the request to a chat; a field that a chat lacks is an error that names it."""
+        """Translate the request to a chat request; a field that chat requests lack is an error that names the field."""
         for name in ("previous_response_id", "conversation", "prompt"):
             if getattr(self, name) is not None:
                 raise wrong(name, STATELESS)
@@ -107,7 +107,8 @@ class ResponsesBody(Body):
         return made
 
     def echoed(self) -> dict[str, object]:
-        """The request's fields that an answer repeats; one that JSON cannot write is an `ApiError`."""
+        """The request's fields that an answer repeats; raises an `ApiError` for a field that cannot be written as
+        JSON."""
         names = ["instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature", "tool_choice"]
         names += ["tools", "top_p", "truncation", "background", "top_logprobs"]
         values = {name: getattr(self, name) for name in names}
@@ -125,8 +126,8 @@ class ResponsesBody(Body):
 
 
 def _add(made: list[dict[str, Any]], item: Mapping[str, object]) -> None:
-    """Add an item to the messages. Calls belong to the assistant's message before them, and system messages at the
-    beginning are one, since many templates read no more."""
+    """Add an item of the request's input to the conversation's messages. Calls belong to the assistant's message before
+    them, and system messages at the beginning are one, since many templates read no more."""
     kind = item.get("type") or "message"
     last = made[-1] if made else {}
     if kind == "message":

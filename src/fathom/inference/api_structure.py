@@ -12,14 +12,15 @@ from fathom.inference.grammar import ANY_OBJECT, WHITESPACE, choice_grammar, jso
 
 
 class Strict(BaseModel):
-    """An object that rejects unknown fields."""
+    """A request object that rejects unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: object) -> object:
-        """The object without nulls and with one unknown field only, because each unknown field would be an error."""
+        """The request object without null fields and with at most one unknown field, because each unknown field would
+        be reported as an error."""
         if not isinstance(given, dict):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}
@@ -43,7 +44,7 @@ class ResponseFormat(Strict):
 
     @property
     def wanted(self) -> Mapping[str, object] | None:
-        """The JSON schema; None for any text."""
+        """The JSON schema of the answer; None if any text is allowed."""
         if self.type == "text":
             return None
         return ANY_OBJECT if self.json_schema is None else self.json_schema.schema_
@@ -74,7 +75,7 @@ class StructuredOutputs(Strict):
         return self
 
     def grammar_text(self) -> str:
-        """The grammar as `grammar.py` takes it; GBNF is converted where it is compiled."""
+        """The requested constraint as a grammar for `grammar.py`; GBNF is converted when the grammar is compiled."""
         if self.regex is not None:
             return regex_grammar(self.regex)
         if self.choice is not None:
@@ -101,7 +102,7 @@ class _Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool that an answer may call; other fields of the client are ignored."""
+    """A tool that an answer may call; further fields that the client sends are ignored."""
 
     model_config = ConfigDict(strict=True)
     type: Literal["function"]

@@ -1,4 +1,4 @@
-"""Long work on the model in slices: the engine makes tokens between two of them, and the work can be given up.
+"""Runs long work on the model in slices: the engine generates tokens between two slices, and the work can be abandoned.
 
 The work runs on a thread of its own, which computes only while the engine's thread waits for it, so the two never
 compete for cores.
@@ -21,11 +21,12 @@ Breathe = Callable[[], None]
 
 
 class GivenUp(BaseException):
-    """Ends work whose client has left; no `except Exception` of the work may hold it."""
+    """Raised in work whose client has left, to end it; a `BaseException`, so that no `except Exception` of the work
+    catches it."""
 
 
 class Background:
-    """Runs one piece of work at a time.
+    """Runs one piece of long work at a time, alternating with the engine.
 
     Args:
         engine: The engine that it alternates with.
@@ -68,7 +69,7 @@ class _Work:
         self._wait()
 
     def _wait(self) -> None:
-        """Queue the next slice, and wait until the engine's thread waits for it."""
+        """Queue the next slice of work, and wait until the engine's thread pauses for it."""
         go, rest = threading.Event(), threading.Event()
         self._rest = rest
 

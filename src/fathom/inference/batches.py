@@ -1,4 +1,5 @@
-"""Continuous batching: rows join and leave between tokens, and each row gets the same tokens as alone.
+"""Continuous batching: sequences join and leave between tokens, and each sequence gets the same tokens as when it is
+generated alone.
 
 A row's prompt is read in chunks, then it joins; one step makes one token for every row that has joined. The kind of
 cache depends on the model:
@@ -77,52 +78,58 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """Read a part of the joining prompt: logits `[1, V]` of its last token, or `[T, V]` of all its tokens."""
+        """Read a part of the joining sequence's prompt; returns the logits `[1, V]` of its last token, or `[T, V]` of
+        all its tokens."""
 
     def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Read whole prompts, which become the last sequences: logits `[n, V]` of their last tokens."""
+        """Read whole prompts, whose sequences become the last of the batch; returns the logits `[n, V]` of their last
+        tokens."""
         raise NotImplementedError(f"{type(self).__name__} reads one prompt at a time")
 
     @abstractmethod
     def join(self) -> None:
-        """Append the sequence that was read to the batch."""
+        """Append the sequence whose prompt was read to the batch."""
 
     def forget(self) -> None:
-        """Discard the sequence that was being read."""
+        """Discard the sequence whose prompt is being read."""
         self.fresh, self.read_already = None, 0
 
     def pause(self) -> tuple[object, int]:
-        """Set the sequence that was being read aside: its state for `resume`, and the bytes that it takes elsewhere."""
+        """Pause the reading of a prompt; returns the state for `resume`, and the bytes that the state takes outside the
+        batch."""
         state = self.fresh, self.read_already
         self.fresh = None  # it lives on in the state
         self.forget()
         return state, 0
 
     def resume(self, state: object) -> None:
-        """Restore a sequence from the state that `pause` returned."""
+        """Restore a sequence from the state that `pause` returned, to continue reading its prompt."""
         self.fresh, self.read_already = cast(tuple[Cache, int], state)
 
     @abstractmethod
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """One more token for each sequence: logits `[rows, V]`."""
+        """Feed one more token of each sequence; returns logits `[rows, V]`."""
 
     @abstractmethod
     def leave(self, row: int) -> int:
-        """Remove a row; returns the index of the row that took its place, or its own if later rows moved up.
+        """Remove a sequence; returns the index of the sequence that took its place, or `row` if later sequences moved
+        up.
 
         Nothing of it stays where another row will be: a masked place weighs 0, but 0 times NaN is NaN.
         """
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """A copy of the cache of a sequence, or of the one that is joining, and its size in bytes."""
+        """A copy of the cache of a sequence (by default the one whose prompt is being read), and the copy's size in
+        bytes."""
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def take_over(self, state: object, count: int) -> None:
-        """Start the joining sequence with the first `count` tokens of what `kept` returned."""
+        """Start reading a prompt with the cache of its first `count` tokens, which `kept` returned."""
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for `rows` sequences of `tokens` tokens, including the joining one, and free the rest."""
+        """Make room for `rows` sequences of `tokens` tokens, including the one whose prompt is being read, and free the
+        rest."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -147,7 +154,7 @@ class LiveBatch(ABC):
 
 
 class Slab:
-    """The size that all banks' slabs share; and for each forward pass, its sequences and how full each one is."""
+    """The shared size of all layers' cache buffers; and, for each forward pass, its sequences and their lengths."""
 
     def __init__(self) -> None:
         self.rows, self.tokens = 0, 0
@@ -159,12 +166,12 @@ class Slab:
         """Where the call's tokens are written, which all banks share: rows `[n, 1]`, columns `[n, T]`."""
 
     def about(self, first: int, filled: Sequence[int], device: torch.device) -> None:
-        """The sequences of the next forward pass."""
+        """Set which sequences the next forward pass contains, and how many tokens each of them holds."""
         self.first, self.most, self.places = first, max(filled), None
         self.filled = torch.tensor(filled, device=device)
 
     def places_of(self, new: int) -> tuple[Tensor, Tensor]:
-        """The positions of `new` tokens of each sequence."""
+        """The row and position indices at which `new` tokens of each sequence are stored."""
         if self.places is None:
             row = torch.arange(self.first, self.first + len(self.filled), device=self.filled.device)
             self.places = row[:, None], self.filled[:, None] + torch.arange(new, device=row.device)
@@ -172,7 +179,7 @@ class Slab:
 
 
 class SlabLayer(GrowingLayer):
-    """One bank: `[rows, H_kv, tokens, D]`, written in place."""
+    """The keys and values of one layer, each a buffer `[rows, H_kv, tokens, D]` that is written in place."""
 
     is_croppable = False
 
@@ -186,11 +193,13 @@ class SlabLayer(GrowingLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def _zeros(self, like: Tensor) -> Tensor:
-        """An empty slab `[rows, H_kv, tokens, D]` for `[n, H_kv, T, D]`."""
+        """A zero tensor for a slab (preallocated cache buffer) `[rows, H_kv, tokens, D]`, for new keys or values `[n,
+        H_kv, T, D]`."""
         return untouched((self.slab.rows, like.shape[1], self.slab.tokens, like.shape[3]), like)
 
     def fit(self, rows: int, tokens: int) -> None:
-        """Grow or shrink to the slab's size, one tensor at a time, so that at most one tensor exists twice.
+        """Resize keys and values to the shared buffer size, one tensor at a time, so that at most one tensor exists
+        twice.
 
         Args:
             rows: Sequences whose contents are kept.
@@ -210,12 +219,12 @@ class SlabLayer(GrowingLayer):
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
     def wipe(self, row: int, first: int, end: int) -> None:
-        """Zero positions `first` to `end` of a sequence, and drafted ones behind them."""
+        """Zero the keys and values of a sequence from position `first` to `end`, and drafted tokens behind them."""
         for stored in (self.keys, self.values) if self.is_initialized else ():
             stored[row : row + 1, :, first : end + DRAFTS] = 0
 
     def blank(self, places: Tensor) -> None:
-        """Zero positions of the current sequences where the mask `[n, T]` is true."""
+        """Zero the keys and values of the current sequences where the mask `[n, T]` is true."""
         rows = slice(self.slab.first, self.slab.first + len(places))
         for stored in (self.keys, self.values):
             stored[rows, :, : places.shape[1]].masked_fill_(places[:, None, :, None], 0)
@@ -223,7 +232,8 @@ class SlabLayer(GrowingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append `[n, H_kv, T, D]` to the current sequences, and return these sequences in full."""
+        """Append keys and values `[n, H_kv, T, D]` to the current sequences, and return all keys and values of these
+        sequences."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         slab, (n, _, new, _) = self.slab, key_states.shape
@@ -239,7 +249,7 @@ class SlabLayer(GrowingLayer):
         return self.keys[rows, :, :end], self.values[rows, :, :end]
 
     def get_seq_length(self) -> int:
-        """Length of the longest sequence of the current forward pass."""
+        """The length of the longest sequence in the current forward pass."""
         return self.slab.most
 
 
@@ -250,8 +260,9 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP
 
 
 def set_aside(count: int, like: Tensor) -> Tensor:
-    """A flat tensor for what is kept for long. On a CPU a large one has pages of its own: in the heap it would lie
-    between activations, whose memory the heap could then not reuse. A process may have only so many mappings."""
+    """An empty flat tensor for data that is stored for long. On a CPU a large one has pages of its own: in the heap
+    it would lie between activations, whose memory the heap could then not reuse. A process may have only so many
+    mappings."""
     size = count * like.element_size()
     if like.device.type != "cpu" or size < MAPPED:
         return like.new_empty(count)
@@ -267,7 +278,8 @@ def untouched(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class SlabBatch(LiveBatch):
-    """Models of one trip, or of trips that do not read one another: masks hold each sequence's length."""
+    """A batch for models with one loop iteration, or with iterations that do not read one another: all sequences share
+    padded buffers, and masks hold each sequence's length."""
 
     reads_several = True
     keeps_prefixes = True
@@ -303,7 +315,7 @@ class SlabBatch(LiveBatch):
         self.read_already = count
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Grow or shrink all banks; the sequences' contents are kept."""
+        """Grow or shrink the cache buffers of all layers; the sequences' contents are kept."""
         slab = self.slab
         if (rows, tokens) == (slab.rows, slab.tokens):
             return
@@ -314,7 +326,7 @@ class SlabBatch(LiveBatch):
 
     @property
     def _longest(self) -> int:
-        """Tokens of the longest sequence, the joining one included."""
+        """The number of tokens of the longest sequence, including the one whose prompt is being read."""
         return max([self.read_already, *self.lengths])
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
@@ -380,8 +392,8 @@ class SlabBatch(LiveBatch):
         return logits[:, 0]
 
     def check(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """The logits `[rows, T, V]` after several tokens of each sequence, of which `keep` says how many are right;
-        shorter rows are padded."""
+        """The logits `[rows, T, V]` after several candidate tokens of each sequence, before `keep` says how many are
+        right; shorter sequences are padded."""
         width = max(map(len, rows))
         ids = torch.tensor([[*row, *[row[-1]] * (width - len(row))] for row in rows])
         self._about(0, self.lengths)
@@ -389,11 +401,12 @@ class SlabBatch(LiveBatch):
         return self._call(ids, positions, self.cache, True, self._mask(positions))
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Keep this many of each sequence's checked tokens; later writes overwrite the rest."""
+        """Accept this many of each sequence's checked tokens; later writes overwrite the rest."""
         self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
 
     def leave(self, row: int) -> int:
-        """Move the last sequence into the gap, and a sequence that is being read into the last one's slot."""
+        """Remove a sequence: the last one moves into the gap, and one whose prompt is being read moves to the last
+        one's index."""
         last = len(self) - 1
         for layer in self.cache.layers:
             if row != last:
@@ -411,13 +424,14 @@ class SlabBatch(LiveBatch):
         self.slab.about(first, filled, self.model.device)
 
     def _mask(self, positions: Tensor) -> Mask:
-        """The mask `[n, T, N]` of the keys that each new token sees; None if it sees all. `positions` is `[n, T]`."""
+        """The mask `[n, T, N]` of the keys that each new token attends to; None if it attends to all. `positions` is
+        `[n, T]`."""
         masks = self._masks(positions)
         alone = masks["full_attention"] if set(masks) == {"full_attention"} else masks
         return alone if not isinstance(self.model, FathomForCausalLM) else masks
 
     def _masks(self, positions: Tensor) -> dict[str, Tensor | None]:
-        """The masks of `_mask`, by layer type."""
+        """The attention masks by layer type, before `_mask` selects the form that the model takes."""
         end = self.slab.most + positions.shape[1]
         at = torch.arange(end)
         masks = {}
@@ -438,8 +452,8 @@ class SlabBatch(LiveBatch):
 
 
 class DraftBatch(SlabBatch):
-    """Self-speculative decoding: the first trips draft some tokens of a sequence, the remaining trips verify all of
-    them.
+    """Self-speculative decoding: the first loop iterations draft some tokens of a sequence, and the remaining
+    iterations verify all of them.
 
     Args:
         model: A model of several trips.
@@ -460,8 +474,8 @@ class DraftBatch(SlabBatch):
         """Tokens to draft in the next step: one more after one in which most rows kept all, one fewer after others."""
 
     def draft(self, tokens: Sequence[int], count: int, choose: Callable[[Tensor], Sequence[int]]) -> Tensor:
-        """Draft `count` tokens for each sequence, and return the whole model's logits at their positions, `[rows,
-        count, V]`.
+        """Draft `count` tokens for each sequence with the first loop iterations, and return the whole model's logits at
+        the drafted positions, `[rows, count, V]`.
 
         Args:
             tokens: The last token of each row.
@@ -489,13 +503,14 @@ class DraftBatch(SlabBatch):
         return self.model.lm_head(hidden).float()
 
     def adapt(self, kept: Sequence[int], count: int) -> None:
-        """Choose how many tokens to draft next, after so many of each sequence's `count` were kept."""
+        """Choose how many tokens to draft next, given how many of the last `count` drafts were accepted in each
+        sequence."""
         whole = 2 * sum(one == count for one in kept) > len(kept)
         self.count = min(count + 1, DRAFTS) if whole else max(count - 1, 1)
 
 
 class SlotBatch(LiveBatch):
-    """Models that need slots: prompts have their own cache until their sequences are merged."""
+    """A batch for models with slot caches: a prompt has its own cache until its sequence is merged into the batch."""
 
     reads_several = True
     keeps_prefixes = True
@@ -505,7 +520,7 @@ class SlotBatch(LiveBatch):
         self.cache: Cache | None = None
 
     def kept(self, row: int | None = None) -> tuple[object, int]:
-        """See `LiveBatch.kept`; only the sequence that is joining can be copied."""
+        """See `LiveBatch.kept`; here only the sequence whose prompt is being read can be copied."""
         assert row is None and self.fresh is not None
         state = copy.deepcopy(self.fresh)
         trim_slots(state, 0)
@@ -519,7 +534,7 @@ class SlotBatch(LiveBatch):
             self.fresh.crop(count - tokens)
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Free the memory of sequences that left or were longer; growing needs no call."""
+        """Free the cache memory that sequences no longer need; memory grows without this call."""
         if self.cache is not None:  # one position beyond the capacity takes discarded slots
             trim_slots(self.cache, with_spare(tokens * trips_of(self.model, self.trips)) - 1)
 
@@ -548,7 +563,7 @@ class SlotBatch(LiveBatch):
         self._merge([self.read_already])
 
     def _merge(self, lengths: Sequence[int]) -> None:
-        """Append the sequences that were read to the batch; `lengths` holds their token counts."""
+        """Append the sequences whose prompts were read to the batch; `lengths` holds their token counts."""
         assert self.fresh is not None
         if self.cache is None:
             self.cache = self.fresh
@@ -565,7 +580,7 @@ class SlotBatch(LiveBatch):
         return logits[:, 0]
 
     def leave(self, row: int) -> int:
-        """The last sequence takes its index."""
+        """See `LiveBatch.leave`; here the last sequence takes the removed one's index."""
         last = len(self) - 1
         if last == 0:
             self.cache = None
@@ -577,7 +592,7 @@ class SlotBatch(LiveBatch):
 
 
 class LoneBatch(LiveBatch):
-    """A cache and a forward pass for each sequence."""
+    """A batch in which each sequence has its own cache and its own forward pass."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None, policy: Policy | None = None) -> None:
         super().__init__(model, trips)
@@ -585,7 +600,7 @@ class LoneBatch(LiveBatch):
         self.caches: list[Cache] = []
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """See `LiveBatch.read`; chunks end where the memory is compressed."""
+        """See `LiveBatch.read`; here a chunk is split where the cache is compressed."""
         if self.fresh is None:
             host = getattr(self.model.base_model, "host", None)
             config = self.model.config if host is None else host.config
@@ -623,7 +638,7 @@ def batch_for(
     policy: Policy | None = None,
     draft_trips: int | None = None,
 ) -> LiveBatch:
-    """An empty batch of the kind that the model needs.
+    """An empty batch of the kind that the model's cache needs.
 
     Args:
         model: An open causal language model.
@@ -645,7 +660,8 @@ def batch_for(
 
 
 def shares(model: PreTrainedModel) -> bool:
-    """Whether sequences of this model share a cache: a slab has no room for states, and no masks of chunks."""
+    """Whether sequences of this model can share one cache buffer, which supports neither recurrent states nor chunked
+    attention masks."""
     if isinstance(model, FathomForCausalLM):
         return not model.model.stateful and model.config.attention_chunk_size is None
     return model.config.model_type in PLAIN
@@ -656,21 +672,21 @@ def _slotted(model: PreTrainedModel) -> bool:
 
 
 def banks(model: PreTrainedModel, trips: int | None) -> int:
-    """Most layers of keys and values of a row: one for each bank."""
+    """The largest number of key-value layers (banks) that a sequence needs."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
     return len(banks_of(model.model.plan_of(trips_of(model, trips))))
 
 
 def trips_of(model: PreTrainedModel, trips: int | None) -> int:
-    """Most trips of a token: `trips`, or the model's own number."""
+    """The largest number of loop iterations of a token: `trips`, or the model's own number."""
     if not isinstance(model, FathomForCausalLM):
         return 1
     return trips or model.config.max_trips or model.model.recurrence.trips
 
 
 def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
-    """Most bytes of a token's keys and values."""
+    """The largest number of bytes that one token's keys and values take."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -679,7 +695,7 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
 
 
 def may_chunk(model: PreTrainedModel) -> bool:
-    """Whether a prompt may be read in parts without changing the result."""
+    """Whether a prompt may be read in several parts without changing the result."""
     if not isinstance(model, FathomForCausalLM):
         return True
     recurrence = model.model.recurrence

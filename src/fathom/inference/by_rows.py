@@ -1,4 +1,5 @@
-"""Attention of each sequence of a batch by itself, so that its numbers do not depend on the others, to the bit.
+"""Computes attention for each sequence of a batch separately, so that its result is bitwise independent of the other
+sequences.
 
 A kernel that reads a batch takes as many keys for each sequence as the longest has, and masks the rest. The masked ones
 weigh nothing, but the order of a sum depends on how many there are, and so does its last bit. A slot cache also keeps
@@ -29,12 +30,13 @@ Seen = tuple[slice | Tensor, Tensor | None]
 
 
 def needs_rows(model: nn.Module) -> bool:
-    """Whether a model has layers in eight bits."""
+    """Whether a model has linear layers with 8-bit weights."""
     return any(isinstance(module, Int8Linear) for module in model.modules())
 
 
 def attend_by_rows(model: PreTrainedModel) -> None:
-    """Let a model that uses `sdpa` attend to each sequence by itself; another backend stays."""
+    """Make a model that uses `sdpa` compute attention for each sequence separately; models with another backend are
+    unchanged."""
     if model.config._attn_implementation == "sdpa":
         slotted = getattr(model.base_model, "slotted", False)
         name = OF_SLOTS if slotted else NAME
@@ -53,7 +55,8 @@ def _attend(
     sort: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """`[B, H, T, D]` and `[B, H_kv, N, D]` twice to `[B, T, H, D]`."""
+    """Attention of each sequence: queries `[B, H, T, D]`, keys and values `[B, H_kv, N, D]` to outputs `[B, T, H,
+    D]`."""
     attend, made = ALL_ATTENTION_FUNCTIONS["sdpa"], []
     sort = sort and not (attention_mask is None and query.shape[2] > 1)  # else the order of the keys is the mask
     for row, (places, mask) in enumerate(_seen(attention_mask, len(query))):
@@ -71,7 +74,7 @@ _LAST = threading.local()
 
 
 def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
-    """For each sequence what it sees, from a mask `[B or 1, 1, T, N]`, of truth values or to be added."""
+    """The keys that each sequence attends to, from a boolean or additive mask `[B or 1, 1, T, N]`."""
     if mask is None:
         return [(slice(None), None)] * rows
     last, found = getattr(_LAST, "found", (None, []))
@@ -82,7 +85,7 @@ def _seen(mask: Tensor | None, rows: int) -> list[Seen]:
 
 
 def _seen_by(mask: Tensor) -> Seen:
-    """The keys that one sequence sees, from its mask `[1, 1, T, N]`."""
+    """The keys that one sequence attends to, from its mask `[1, 1, T, N]`."""
     visible = mask if mask.dtype == torch.bool else mask > DEAD / 2
     seen = visible.flatten(0, 2).any(0).nonzero()[:, 0]
     end = int(seen[-1]) + 1 if len(seen) else 1

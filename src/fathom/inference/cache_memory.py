@@ -1,4 +1,4 @@
-"""The default of `--cache-memory`: bytes for the keys and values of all texts.
+"""The default of `--cache-memory`: the bytes that the keys and values of all sequences may take.
 
 Whether a prompt waits for room is decided in `engine.py`.
 """
@@ -18,7 +18,7 @@ FREE = 1 << 32
 
 
 def default_memory(model: PreTrainedModel) -> int:
-    """80 % of a GPU's free memory, a quarter of a machine's."""
+    """The default budget in bytes: 80 % of a GPU's free memory, or a quarter of a CPU machine's free memory."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0] * 0.8)
     return free_memory() // 4

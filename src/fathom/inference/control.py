@@ -1,4 +1,4 @@
-"""Control tokens in a conversation: the chat template writes them, the texts of messages do not.
+"""Special tokens in a conversation: the chat template may write them, the texts of messages may not.
 
 A text such as `<|im_end|>` in a message becomes the tokens of its characters. Where a message holds one, each is marked
 before the template is rendered, by a character that no message has. Unmarked ones are then the template's. The rendered
@@ -28,7 +28,7 @@ MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
 @dataclass(frozen=True)
 class RenamedTokenizer:
-    """A copy of a tokenizer with other names for the special tokens."""
+    """A copy of a tokenizer in which the special tokens have other names."""
 
     tokenizer: Tokenizer
     names: dict[str, str]
@@ -37,7 +37,8 @@ class RenamedTokenizer:
     """Any of the names that were copied."""
 
     def ids(self, text: str, mark: str) -> list[int]:
-        """The tokens of a rendered conversation; special ones where they are not marked."""
+        """The tokens of a rendered conversation; the names of special tokens count as special tokens unless `mark`
+        stands in them."""
         renamed = self.special.sub(lambda found: self.names[found[0]], text).replace(mark, "")
         (found,) = self.tokenizer.encode_batch([renamed], add_special_tokens=False)  # `encode` stops all threads
         return list(found.ids)
@@ -50,12 +51,12 @@ def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def any_of(names: Iterable[str]) -> re.Pattern[str]:
-    """A pattern of these texts, longer ones first."""
+    """A regular expression that matches any of these texts, longer ones first."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
 
 
 def written_in(tokenizer: PreTrainedTokenizerBase, messages: object) -> bool:
-    """Whether a text of these messages holds a special token."""
+    """Whether any text in these messages contains the name of a special token."""
     names = special_names(tokenizer)
     normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
     whole = "\0".join(_texts(messages))  # searched at once: there may be thousands of short texts and hundreds of names
@@ -66,7 +67,7 @@ def written_in(tokenizer: PreTrainedTokenizerBase, messages: object) -> bool:
 def plain_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], render: Callable[[Any], str]
 ) -> list[int]:
-    """A conversation as tokens, with special tokens where the template writes them alone.
+    """A conversation as tokens, in which special tokens come from the chat template only, not from the messages' texts.
 
     Args:
         tokenizer: It has a chat template.

@@ -1,4 +1,4 @@
-"""A conversation with a model, line by line."""
+"""An interactive conversation with a model, line by line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def chat(
     write: Write,
     system: str | None = None,
 ) -> None:
-    """A conversation: every line is answered with the whole conversation as context, or is a command (`HELP`).
+    """Run a conversation: each line is answered with the whole conversation as context, unless the line is a command
+    (`HELP`).
 
     Args:
         model: Any Hugging Face causal language model.
@@ -77,7 +78,8 @@ def _answered(
     messages: list[dict[str, str]],
     write: Write,
 ) -> list[dict[str, str]]:
-    """The conversation with the answer, of which Ctrl-C leaves what was said."""
+    """The conversation with the model's answer appended; after Ctrl-C, with the part of the answer that was
+    generated."""
     ids = encode(tokenizer, messages, allow_control=sampling.allow_control)
     sampling.room(model, ids)
     said: list[str] = []
@@ -97,7 +99,7 @@ def _answered(
 
 
 def _set(sampling: Sampling, words: list[str]) -> Sampling:
-    """Other settings; a seed begins anew."""
+    """The sampling settings changed by a command; a new seed restarts the random numbers."""
     given = read_options(words)
     own = {key: given.pop(key) for key in ASKED if key in given}
     made = replace(sampling, **own, options={**sampling.options, **given})  # type: ignore[arg-type]

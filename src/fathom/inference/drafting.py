@@ -1,4 +1,5 @@
-"""Whether to draft the next tokens of the running texts, and how: by lookup, or with the first loop iterations.
+"""Decides whether to draft the next tokens of the sequences in a batch, and how: by prompt lookup, or with the first
+loop iterations.
 
 A draft is a guess that one forward pass checks together with the token before it. No text depends on its drafts: each
 token is the one that would be chosen without them, and those behind the first wrong guess are discarded. So drafts only
@@ -31,14 +32,15 @@ SURE, AGAIN = 3, 32
 
 
 class Lookup:
-    """The tokens that followed a text's last tokens at their earlier occurrence."""
+    """Prompt-lookup drafts: the tokens that followed at an earlier occurrence of a sequence's last tokens."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, ...], int] = {}
         self._read = 0
 
     def after(self, tokens: Sequence[int], count: int) -> list[int]:
-        """`count` tokens that may follow; none if the last ones are new. A repetition continues."""
+        """Up to `count` tokens that may follow; none if the last tokens did not occur before. A repetition
+        continues."""
         for end in range(self._read, len(tokens)):
             for size in GRAMS:
                 self._places[tuple(tokens[max(0, end - size) : end])] = end
@@ -55,7 +57,7 @@ class Lookup:
 
 @dataclass
 class Fortune:
-    """How one kind of drafts fares in one text."""
+    """Statistics of one kind of draft (by lookup, or by loop iterations) for one sequence."""
 
     share: float = HOPE
     """The share of guesses that were right lately."""
@@ -66,7 +68,7 @@ class Fortune:
     """Length of the text before which it makes none."""
 
     def learn(self, drafted: int, accepted: int) -> None:
-        """Note how many guesses of a step were right."""
+        """Record how many of a step's drafted tokens were right."""
         self.share += RECENT * (accepted / drafted - self.share)
         self.count = min(2 * self.count, MOST) if accepted >= self.count else max(accepted + 1, 2)
         self.pause = PAUSE if accepted == drafted else self.pause
@@ -85,7 +87,7 @@ class TextDrafts:
 
 
 class Drafted(Protocol):
-    """A text that may be drafted."""
+    """The attributes that a generated sequence needs so that tokens can be drafted for it."""
 
     prompt: Sequence[int]
     new_tokens: int
@@ -98,7 +100,7 @@ J = TypeVar("J", bound=Drafted)
 
 @dataclass(frozen=True)
 class NextStep:
-    """The next step."""
+    """The plan of the next decoding step."""
 
     kind: str
     drafts: Sequence[Sequence[int]] = ()
@@ -108,7 +110,7 @@ class NextStep:
 
 
 class Drafting:
-    """The drafts of texts that run together.
+    """Plans the drafts of sequences that are generated together in a batch.
 
     Args:
         kinds: Of LOOKUP and TRIPS those that are possible.
@@ -122,7 +124,7 @@ class Drafting:
         self._since = 0
 
     def plan(self, texts: Sequence[J], trips: int = 0) -> NextStep:
-        """The next step of some texts, where `trips` tokens would be drafted by iterations."""
+        """Plan the next step of some sequences; `trips` is how many tokens the first loop iterations would draft."""
         rows = len(texts)
         plans = {PLAIN: NextStep(PLAIN, size=rows)}
         if not self.kinds or self._plain.get(rows, 0) < SURE or self._since >= AGAIN:
@@ -145,11 +147,11 @@ class Drafting:
         return plans[kind]
 
     def best(self, values: Mapping[str, float]) -> str:
-        """The kind of step that makes the most tokens a second; one whose time is not known is tried."""
+        """The kind of step that makes the most tokens per second; a kind that was not timed yet is tried."""
         return max(values, key=lambda kind: values[kind])
 
     def learn(self, plan: NextStep, texts: Sequence[J], kept: Sequence[tuple[int, int]], seconds: float) -> None:
-        """Note what a step took, and for each text how many tokens it drafted and how many of them were right."""
+        """Record how long a step took, how many tokens each sequence drafted, and how many of them were right."""
         if not self.kinds:
             return
         if plan.kind == PLAIN:

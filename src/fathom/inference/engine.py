@@ -1,4 +1,4 @@
-"""The thread that generates: requests join and leave running batches between tokens.
+"""The engine's thread, which generates text: requests join and leave running batches between tokens.
 
 It alternates between reading a chunk of waiting prompts (`schedule.py`), short ones several at once where the batch
 can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long as the
@@ -92,7 +92,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, with its log-probability and the likeliest tokens at its position if they were requested."""
+    """A token, and on request its log-probability and the most likely tokens at its position."""
 
     token: int
     logprob: float | None = None
@@ -162,28 +162,28 @@ class Job:
 
     @property
     def kind(self) -> tuple[int | None, str | None]:
-        """The key that texts with a shared prefix have in common."""
+        """A key: only jobs with equal keys may share prefixes in the prefix cache."""
         return self.trips, self.salt
 
     @property
     def left(self) -> int:
-        """Tokens of its prompt that are not read yet."""
+        """The number of the job's prompt tokens that are not read yet."""
         return len(self.prompt) - self.read
 
     @property
     def in_a_row(self) -> int:
-        """Tokens that were read since its reading began, or was resumed."""
+        """The number of prompt tokens that were read since reading began or was last resumed."""
         return self.read - self.resumed
 
     @property
     def longest(self) -> int:
-        """Maximum length of its sequence in tokens."""
+        """The maximum length of a job's sequence in tokens: its prompt and its new tokens."""
         return len(self.prompt) + self.new_tokens
 
 
 @dataclass
 class Lane:
-    """A batch and the jobs of its sequences; one for each number of trips."""
+    """A batch and the jobs of its sequences; the engine has one lane for each number of loop iterations."""
 
     batch: LiveBatch
     token_bytes: int
@@ -192,7 +192,7 @@ class Lane:
     """Sequences and tokens for which memory is reserved."""
 
     def bytes(self, rectangle: tuple[int, int]) -> int:
-        """Bytes of keys and values with room for (rows, tokens)."""
+        """Bytes of keys and values in a buffer for (sequences, tokens)."""
         return rectangle[0] * rectangle[1] * self.token_bytes
 
 
@@ -262,7 +262,7 @@ class Engine:
     # Called from other threads.
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue jobs: all of them or none."""
+        """Queue either all of these jobs or none."""
         try:
             self._queue(jobs)
         except RequestError:
@@ -294,18 +294,19 @@ class Engine:
             self._wake.notify()
 
     def _waiting(self, single: bool) -> int:
-        """How many jobs wait, as a request of a single text counts them, or of several."""
+        """The number of waiting jobs; with `single`, a request of several texts counts as one job."""
         return sum(not (single and job.further) for job in list(self.waiting))
 
     def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
-        """Cancel jobs at the next token or the next prompt chunk; the first call decides how they are counted."""
+        """Cancel jobs at their next token or prompt chunk; the first call for a job decides under which name it is
+        counted."""
         for job in jobs:
             job.cancelled = job.cancelled or counted
         with self._wake:
             self._wake.notify()
 
     def call(self, function: Callable[[], object]) -> Future:
-        """Run a function on the engine's thread."""
+        """Run a function on the engine's thread; returns a future."""
         future: Future = Future()
         with self._wake:
             if self._closing:
@@ -321,7 +322,7 @@ class Engine:
             self._wake.notify()
 
     def join(self, seconds: float) -> None:
-        """Close, and wait for the thread."""
+        """Close the engine, and wait for its thread to end."""
         self.close()
         self._thread.join(seconds)
 
@@ -332,7 +333,7 @@ class Engine:
 
     @property
     def ready(self) -> bool:
-        """Whether a new job would be taken."""
+        """Whether the engine would accept a new job."""
         return self.alive and not self._closing and self._waiting(single=True) < WAITING
 
     @property
@@ -342,15 +343,15 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes allocated for keys and values now."""
+        """Bytes that are now allocated for keys and values."""
         return sum(lane.bytes(lane.rectangle) for lane in list(self.lanes.values()))
 
     def token_bytes(self, trips: int | None) -> int:
-        """Bytes of one token's keys and values."""
+        """Bytes that one token's keys and values take."""
         return token_bytes(self.model, trips)
 
     def most_tokens(self, trips: int | None) -> int:
-        """Maximum length of one text, prompt included, in multiples of GRAIN, to which sequences are rounded up."""
+        """The maximum length of one sequence, prompt included, that fits the cache budget, in multiples of GRAIN."""
         if self.policy is not None:
             return sys.maxsize
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
@@ -419,7 +420,7 @@ class Engine:
             self.counts[job.cancelled] += 1
 
     def _read_prompts(self) -> None:
-        """Read prompts for a share of the time, or until there is no room for the next one."""
+        """Read prompts for a limited share of the time, or until there is no room for the next prompt."""
         spent = 0.0
         while spent < FULL and self._choose(spent):
             assert self.joining is not None
@@ -434,11 +435,11 @@ class Engine:
             self._flush()  # so that a first token does not wait for the next prompt
 
     def _share(self, job: Job) -> int:
-        """Tokens of a prompt to read between two tokens of the texts that run."""
+        """The number of prompt tokens to read between two decoding steps of the running sequences."""
         return BY_ROWS if self.by_rows else chunk(self.fitting.get(job.trips))
 
     def _choose(self, spent: float) -> bool:
-        """Choose whose prompt is read on: the one that was, one that was interrupted, or one that waits."""
+        """Choose the next prompt to read: the current one, a paused one, or a waiting one."""
         read = int(self.counts["prompt_tokens"])
         reading = self.joining[1][0] if self.joining is not None else None
         with self._wake:
@@ -462,7 +463,8 @@ class Engine:
         return self.joining is not None
 
     def _admit(self, job: Job, waiting: Sequence[Job], spent: float) -> bool:
-        """Admit a waiting job if there is room, and others that can be read in the same forward pass."""
+        """Admit a waiting job if there is room, together with other jobs whose prompts can be read in the same forward
+        pass."""
         left = rest(spent or (FIRST_PART if job.left <= LEAST else 0.0), self._share(job))
         jobs: list[Job] = []
         more = (other for others in [waiting] for other in in_order(others) if other is not job)  # sorted if need be
@@ -496,7 +498,7 @@ class Engine:
             self.waiting = deque(job for job in self.waiting if job not in jobs)
 
     def _interrupt(self, lane: Lane, jobs: Sequence[Job]) -> None:
-        """Set the prompt that is being read aside; if that fails, so do the requests of its lane."""
+        """Pause the prompt that is being read; if pausing fails, all requests of its lane fail."""
         paused = self._guarded(lane, lane.batch.pause)
         if paused is not None:
             jobs[0].paused = paused
@@ -504,22 +506,23 @@ class Engine:
             self.joining = None
 
     def _resume(self, job: Job) -> None:
-        """Read a prompt on that was set aside."""
+        """Resume reading a prompt that was paused."""
         self.joining = next((lane, [one]) for lane, one in self.paused if one is job)
         self.paused.remove((self.joining[0], job))
 
     def _has_fellows(self, job: Job, beside: Sequence[Job] = ()) -> bool:
-        """Whether another text of a job's request generates, or is read."""
+        """Whether another text of the same request is being generated, or its prompt is being read."""
         held = (one for lane in list(self.lanes.values()) for one in self._held(lane))
         return job.request is not None and any(one.request is job.request for one in chain(held, beside))
 
     def _held(self, lane: Lane) -> list[Job]:
-        """The jobs that have room in a lane: those that generate, and those whose prompts are being read."""
+        """The jobs that occupy cache memory in a lane: jobs that generate, and jobs whose prompts are being read."""
         joining = self.joining[1] if self.joining is not None and self.joining[0] is lane else []
         return [*lane.jobs, *joining, *(job for one, job in self.paused if one is lane)]
 
     def _beside(self, jobs: Sequence[Job], job: Job, left: int) -> bool:
-        """Whether a job's prompt can be read in one forward pass with those of others, without much padding."""
+        """Whether a job's prompt can be read in one forward pass with the prompts of other jobs, without much
+        padding."""
         if not jobs:
             return True
         all_jobs = [*jobs, job]
@@ -532,7 +535,8 @@ class Engine:
         return alike and all(self._found(one) is NOTHING for one in unsure)
 
     def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
-        """Make room for a job and the jobs `beside` it that are admitted together; False if the budget is too small."""
+        """Make room in the cache for a job and the jobs `beside` it that are admitted together; False if the budget is
+        too small."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (self._held(lane) or beside):
             batch = batch_for(self.model, job.trips, self.policy, self.draft_trips)
@@ -564,11 +568,12 @@ class Engine:
         return True
 
     def _tight(self, jobs: Sequence[Job]) -> tuple[int, int]:
-        """Sequences and tokens that jobs need if all sequences become as long as the longest may."""
+        """The number of sequences and of tokens to reserve for jobs if every sequence becomes as long as the longest
+        may."""
         return len(jobs), max(map(self._tokens, jobs), default=0)
 
     def _read(self, lane: Lane, jobs: Sequence[Job], left: int) -> int:
-        """Read the joining prompts, at most `left` tokens; at their end choose the first new tokens."""
+        """Read at most `left` tokens of the joining prompts; if this ends them, choose their first new tokens."""
         lane.batch.reserve(*lane.rectangle)
         before, began = self.counts["prompt_tokens"], time.perf_counter()
         logits = self._read_several(lane, jobs) if len(jobs) > 1 else self._read_chunk(lane, jobs[0], left)
@@ -584,7 +589,8 @@ class Engine:
         return count
 
     def _read_chunk(self, lane: Lane, job: Job, left: int) -> Tensor | None:
-        """Read a chunk of a prompt; at its end the sequence joins, and its last logits `[1, V]` are returned."""
+        """Read a chunk of a prompt; after its last chunk the sequence joins the batch, and the last token's logits `[1,
+        V]` are returned."""
         if job.paused is not None:
             state, job.paused, job.resumed = job.paused[0], None, job.read
             lane.batch.resume(state)
@@ -609,7 +615,7 @@ class Engine:
         return logits[-1:]
 
     def _read_several(self, lane: Lane, jobs: Sequence[Job]) -> Tensor:
-        """Read whole prompts, which join: their last logits `[n, V]`."""
+        """Read whole prompts, whose sequences join the batch; returns the logits `[n, V]` of their last tokens."""
         logits = lane.batch.read_several([job.prompt for job in jobs])
         for i, job in enumerate(jobs):
             job.read = len(job.prompt)
@@ -626,7 +632,7 @@ class Engine:
         return self.prefixes.find(job.prompt, job.kind, may_chunk(self.model))
 
     def _take_over(self, lane: Lane, job: Job) -> None:
-        """Begin a prompt with what the prefix cache has of it."""
+        """Start a prompt from the part that the prefix cache holds."""
         found = self._found(job)
         job.cut = found.cut
         if found.kept is None:
@@ -640,7 +646,8 @@ class Engine:
         self.counts["hits"] += 1
 
     def _keep(self, lane: Lane, job: Job, logits: Tensor | None = None, row: int | None = None) -> None:
-        """Put the cache of a sequence, or of the joining one, into the prefix cache, with the last logits `[1, V]`."""
+        """Store a sequence's cache in the prefix cache (by default that of the prompt being read), with the last logits
+        `[1, V]`."""
         batch = lane.batch
         if not (self.prefixes.budget and batch.keeps_prefixes and (batch.keeps_steps or row is None)):
             return
@@ -657,7 +664,8 @@ class Engine:
         job.kept = self.prefixes.keep(tokens, job.kind, cuts, scores, batch.kept(row), before)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
-        """The prompt's tokens that a chunk's logits `[T, V]` predict. The first token is not predicted."""
+        """The log-probabilities of the prompt tokens that a chunk's logits `[T, V]` predict. The first token is not
+        predicted."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
         found = likeliest(logits[: len(after)], after, job.logprobs or 0)
@@ -681,14 +689,14 @@ class Engine:
         drafting.learn(plan, jobs, kept, taken)
 
     def _drafting(self, trips: int | None, batch: LiveBatch) -> Drafting:
-        """The statistics of drafts for a number of trips."""
+        """The draft planner, with its statistics, for a number of loop iterations."""
         if trips not in self.drafting:
             self.drafting[trips] = Drafting(*[LOOKUP] * self.lookup, *[TRIPS] * isinstance(batch, DraftBatch))
         return self.drafting[trips]
 
     def _step_drafted(self, lane: Lane, batch: SlabBatch, plan: NextStep) -> list[tuple[int, int]]:
-        """Several tokens for every sequence: right drafts, and the token behind them. Returns how many tokens each
-        drafted, and how many of them were right."""
+        """One step that checks drafted tokens: every sequence gets its accepted drafts and the token after them.
+        Returns how many tokens each drafted, and how many of them were right."""
         jobs = list(lane.jobs)
         if plan.kind == LOOKUP:
             drafts = plan.drafts
@@ -718,7 +726,8 @@ class Engine:
         return kept
 
     def _drafted(self, jobs: Sequence[Job], batch: DraftBatch) -> tuple[list[list[int]], Tensor]:
-        """The drafts of the first trips, and the whole model's logits at their positions, `[n, T, V]`."""
+        """The tokens drafted by the first loop iterations, and the whole model's logits at the drafted positions, `[n,
+        T, V]`."""
         drafts: list[list[int]] = [[] for _ in jobs]
 
         def choose(logits: Tensor) -> list[int]:
@@ -730,7 +739,7 @@ class Engine:
         return drafts, batch.draft([job.made[-1] for job in jobs], count, choose)
 
     def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
-        """Choose and deliver the next token of each job that wants one from logits `[n, V]`."""
+        """From logits `[n, V]`, choose and deliver the next token of each job that generates tokens."""
         tokens, sound = torch.stack((logits.argmax(-1), finite(logits))).tolist()
         for i, job in enumerate(jobs):
             if job.new_tokens and sound[i] and not job.choice.plain:
@@ -744,7 +753,7 @@ class Engine:
                 self._give(lane, job, scored)
 
     def _scores(self, lane: Lane, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
-        """Draw a token for each job from logits `[n, V]`, with the scores that the job requested."""
+        """The chosen token of each job with the scores that the job requested, from logits `[n, V]`."""
         made = self._trips_made(lane, jobs)
         scored = [Scored(token, trips=trips) for token, trips in zip(tokens, made, strict=True)]
         # One topk per requested count, because ties are broken differently for another count.
@@ -757,7 +766,7 @@ class Engine:
         return scored
 
     def _trips_made(self, lane: Lane, jobs: Sequence[Job]) -> list[int | None]:
-        """The loop iterations that chose the next token of each job; None for a model without iterations."""
+        """The number of loop iterations that produced each job's next token; None for a model without iterations."""
         if most_trips(self.model) == 1:
             return [None] * len(jobs)
         counted = lane.batch.trips_made
@@ -797,7 +806,8 @@ class Engine:
         self._leave(lane, job)
 
     def _refuse(self, lane: Lane, job: Job, why: RequestError | None = None) -> None:
-        """End a job whose next token cannot be chosen, by default because its logits are not finite."""
+        """End a job with an error because its next token cannot be chosen, by default because the logits are not
+        finite."""
         self._out.append((job, why or RequestError(NO_NUMBERS, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
@@ -810,7 +820,7 @@ class Engine:
             lane.jobs.pop(moved)
 
     def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
-        """Run a step of a lane. If it raises an exception, only the requests of this lane fail."""
+        """Run one step of a lane's batch. If it raises an exception, only the requests of this lane fail."""
         try:
             return work(*arguments)
         except Exception as error:
@@ -830,18 +840,18 @@ class Engine:
         self._out += [(job, RequestError(f"generation failed: {type(error).__name__}", "failed")) for job in jobs]
 
     def _tokens(self, job: Job) -> int:
-        """Maximum length of a job's sequence, rounded up like slabs."""
+        """The maximum length of a job's sequence, rounded up to the granularity of the cache buffers."""
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window or job.longest)
         return -(-(longest + self._spare) // GRAIN) * GRAIN
 
     @property
     def _spare(self) -> int:
-        """Extra positions after a sequence's last token, for drafts that are rejected."""
+        """Positions reserved after a sequence's last token, for drafts that are rejected."""
         return 0 if self.draft_trips is None else DRAFTS
 
 
 def deliver(out: list[tuple[Job, Event]]) -> None:
-    """Deliver the new events to their jobs."""
+    """Deliver each event to the job that it belongs to."""
     for job, event in out:
         job.deliver(event)
 

@@ -50,7 +50,7 @@ App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 
 
 class Keys:
-    """The keys that clients may send, and the requests that each has running.
+    """The API keys that clients may send, and the number of requests that each key has running.
 
     Args:
         names: By key: its name, for the access log.
@@ -62,17 +62,18 @@ class Keys:
         self.busy = Counter[str]()
 
     def name(self, sent: bytes) -> str | None:
-        """The name of a key; None for a wrong one. All are compared, each in constant time."""
+        """The name of an API key; None if the key is unknown. All are compared, each in constant time."""
         found = [name for key, name in self.names.items() if hmac.compare_digest(sent, key)]
         return found[0] if found else None
 
     def full(self, name: str) -> bool:
-        """Whether a key has as many requests as it may."""
+        """Whether an API key has as many requests running as it may."""
         return self.most is not None and self.busy[name] >= self.most
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """The keys of a file, by key their names: on each line a name and a key; blank lines and lines with # are none."""
+    """Read a file of API keys, each line a name and a key; blank lines and lines that begin with # are skipped. Returns
+    names by key."""
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeError) as error:
@@ -158,7 +159,7 @@ class Gate:
         loop.call_soon(lambda: loop.call_later(PAUSE * (time.perf_counter() - began), self.turn.release))
 
     def _fault(self, scope: AsgiMessage) -> ApiError | None:
-        """Why a request is refused, judging by its headers."""
+        """The reason to refuse a request, judging by its headers alone; None if there is no reason."""
         headers = dict(scope["headers"])
         if b"content-length" in headers and b"transfer-encoding" in headers:  # where the body ends is open to dispute
             message = "a request has Content-Length or Transfer-Encoding, not both"
@@ -212,7 +213,8 @@ class Gate:
         return True
 
     def _hold(self, chunks: Sequence[bytes]) -> int:
-        """The bytes that a body's values will take beside its text, as long as its request runs; they are held now."""
+        """Reserve memory for the parsed values of a request body until its request ends; returns the number of
+        bytes."""
         more = VALUE * _values(chunks)
         if more and self.held + more > max(BODIES, self.body_limit):
             raise _full()
@@ -221,7 +223,7 @@ class Gate:
 
 
 def _values(chunks: Sequence[bytes]) -> int:
-    """About how many values a body has, at most."""
+    """Roughly how many JSON values a request body contains, at most."""
     return sum(body.count(mark) for body in chunks for mark in (b",", b"[", b"{"))
 
 
@@ -242,7 +244,8 @@ async def _hang_up(receive: Receive) -> AsgiMessage:
 
 
 class Timed(H11Protocol):
-    """uvicorn's HTTP protocol with time limits for the head of a request, and for a client that reads nothing."""
+    """uvicorn's HTTP protocol with time limits for receiving a request's headers, and for clients that do not read the
+    answer."""
 
     late: asyncio.TimerHandle | None = None
     stalled: asyncio.TimerHandle | None = None
@@ -250,30 +253,30 @@ class Timed(H11Protocol):
     """Connections without a whole request, the oldest first."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Start the clock when a connection opens."""
+        """Start the time limit for the headers when a connection opens."""
         super().connection_made(cast(asyncio.Transport, transport))
         with contextlib.suppress(AttributeError):  # asyncio's own transports alone have it
             cast(Any, transport).max_size = PIECE
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the clock once the headers are complete; start it when another request begins."""
+        """Stop the time limit once the headers are complete, and start it again when another request begins."""
         super().data_received(data)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock when the connection closes."""
+        """Stop all time limits when the connection closes."""
         super().connection_lost(exc)
         self._read_on()
         self._expect(over=True)
 
     def pause_writing(self) -> None:
-        """Start the clock when a client does not read: asyncio holds what it may, and the answer waits."""
+        """Start the time limit when a client stops reading: asyncio's buffer is full, and the answer waits."""
         super().pause_writing()
         self._wait_for_reading()
 
     def resume_writing(self) -> None:
-        """Stop the clock when it reads."""
+        """Stop the time limit when the client reads again."""
         super().resume_writing()
         self._read_on()
 
@@ -282,7 +285,7 @@ class Timed(H11Protocol):
         self.stalled = self.loop.call_later(STALLED, self._look, left)
 
     def _look(self, before: int) -> None:
-        """Close the connection if nothing was read since."""
+        """Abort the connection if the client has read nothing since the last look."""
         if self.transport.get_write_buffer_size() < before:
             self._wait_for_reading()
         else:
@@ -299,7 +302,8 @@ class Timed(H11Protocol):
         self._count()
 
     def _count(self, over: bool = False) -> None:
-        """Note whether a request is incomplete, and close the oldest connection if there are too many."""
+        """Record whether a connection's request is incomplete, and close the oldest such connection if there are too
+        many."""
         every = Timed.incomplete
         every.pop(self, None)
         if over or self.transport.is_closing() or self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):

@@ -59,12 +59,12 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second; reading the prompt counts as time."""
+        """New tokens per second of the whole call, in which reading the prompt counts as time."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int | None) -> None:
-    """Refuse to draft with more trips than the model makes, before any text is shown."""
+    """Raise an error if more iterations are requested for drafts than the model makes, before any text is shown."""
     if draft_trips is None:
         return
     if most_trips(model) == 1:
@@ -106,7 +106,8 @@ def generate(
 def generate_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Generated]:
-    """Continue several prompts (token ids) in one batch; if memory runs out, each half on its own."""
+    """Continue several prompts (token ids) in one batch; if memory runs out, each half of the batch is generated
+    separately."""
     made: list[Generated] = []
     for one in generate_each(model, tokenizer, prompts, sampling, [False] * len(prompts)):
         if isinstance(one, RequestError):
@@ -122,7 +123,8 @@ def generate_each(
     sampling: Sampling,
     talks: Sequence[bool],
 ) -> list[Generated | RequestError]:
-    """Like `generate_batch`, but with an error for each prompt with non-finite logits, found by halving the batch."""
+    """Like `generate_batch`, but returns an error for each prompt with non-finite logits, which it finds by halving the
+    batch."""
     kinds = [_runs_with(model, prompt, sampling) for prompt in prompts]
     if len(set(kinds)) > 1:
         made: dict[int, Generated | RequestError] = {}
@@ -146,7 +148,8 @@ def generate_each(
 
 
 def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
-    """A key: prompts with equal keys may share a batch. The key is their room for new tokens, or their length."""
+    """A key by which prompts are grouped into batches: prompts with equal keys may share a batch. The key is their room
+    for new tokens, or their length."""
     static = sampling.memory is not None and sampling.compile
     if static or depends_on_company(model) or sampling.counts_padding(model):
         return (len(prompt),)
@@ -163,7 +166,8 @@ def generate_stream(
     write: Write | None,
     talk: bool = False,
 ) -> Generated:
-    """Continue token ids, yielding words; an answer in a conversation (`talk`) is a separate text."""
+    """Continue token ids, streaming words; an answer in a conversation (`talk`) is decoded separately from its
+    prompt."""
     if write is None or sampling.beams(model) > 1:  # with beam search the text is only known at the end
         made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
@@ -231,7 +235,7 @@ def _run(
 
 @contextlib.contextmanager
 def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
-    """transformers' message about settings, as a `SettingsError`."""
+    """Convert errors that transformers raises about settings to a `SettingsError` of one line."""
     try:
         yield
     except FathomError:
@@ -271,7 +275,8 @@ def _ended(
     pad: int,
     tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[int], str]:
-    """A sequence up to its end, and why it ended. After a stop string comes padding, which may be a stop token."""
+    """The tokens of a sequence up to its end, and the reason why it ended. After a stop string comes padding, which may
+    be a stop token."""
     end = next((i for i, token in enumerate(row) if token in stops), len(row))
     if strings:
         last = end
@@ -287,7 +292,7 @@ def _ended(
 
 
 def seed_draws(seed: int | None) -> None:
-    """Seed the draws that follow, if a seed is given."""
+    """Seed torch's random numbers if a seed is given."""
     if seed is not None:
         torch.manual_seed(seed)
 

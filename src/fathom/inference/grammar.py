@@ -31,7 +31,7 @@ _APPENDED = re.compile(r"<state>|<non-verbose/>|^ *\d+ \| ", re.MULTILINE)
 
 
 def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
-    """A JSON schema with llguidance's options; options in the schema itself are removed.
+    """A JSON schema with llguidance's options added; options that the schema itself contains are removed.
 
     Args:
         schema: A JSON schema.
@@ -44,7 +44,7 @@ def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: obje
 
 
 def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITESPACE) -> str:
-    """The grammar of JSON that follows a schema, an object or text; whitespace as `with_options` takes it."""
+    """The grammar of JSON that follows a schema (an object, or its text); `whitespace` is as in `with_options`."""
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(found, Mapping):
@@ -57,18 +57,18 @@ def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITE
 
 
 def regex_grammar(pattern: str) -> str:
-    """The grammar of texts that a pattern matches as a whole."""
+    """The grammar of the texts that a regular expression matches as a whole."""
     (made,) = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"]
     return f"{made['lark_grammar']}{END}"
 
 
 def choice_grammar(texts: Sequence[str]) -> str:
-    """The grammar of a choice between texts."""
+    """The grammar that allows exactly the given texts."""
     return f"start: {' | '.join(map(json.dumps, texts))}{END}"
 
 
 def lark_grammar(text: str) -> str:
-    """A grammar in Lark's notation, or in GBNF, which llama.cpp and vLLM's xgrammar read."""
+    """A grammar in Lark's notation, converted if it is in GBNF, which llama.cpp and vLLM's xgrammar read."""
     if text.endswith(END):
         return text
     try:
@@ -98,7 +98,8 @@ class Vocabulary:
 
 
 def matcher_of(words: LLTokenizer, grammar: str) -> tuple[LLMatcher, bytes]:
-    """A grammar's matcher, and the mask of first tokens; an invalid or too complex grammar is a `SettingsError`."""
+    """A grammar's matcher, and the mask of tokens that may come first; an invalid or too complex grammar is a
+    `SettingsError`."""
     library = _llguidance()
     limits = library.LLParserLimits(**LIMITS, verbose_errors=False)
     made = library.LLMatcher(words, grammar, log_level=0, limits=limits)
@@ -109,7 +110,7 @@ def matcher_of(words: LLTokenizer, grammar: str) -> tuple[LLMatcher, bytes]:
 
 
 def reason(matcher: LLMatcher) -> str:
-    """Why a matcher failed, without the state and the excerpt of the grammar that llguidance appends."""
+    """The reason why a matcher failed, without the state and the grammar excerpt that llguidance appends."""
     said = one_line(_APPENDED.split(matcher.get_error())[0])
     said = re.sub(r'^at \d+\(\d+\): failed to (compile JSON schema|parse "%json"): ', "", said)
     if said.startswith("panic:"):
@@ -120,7 +121,7 @@ def reason(matcher: LLMatcher) -> str:
 
 
 def one_line(message: str) -> str:
-    """A message of several lines as one line."""
+    """A message of several lines, joined to one line."""
     return " ".join(message.split())[:300]
 
 

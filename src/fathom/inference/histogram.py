@@ -1,4 +1,4 @@
-"""Durations and counts in the format of Prometheus, with HELP and TYPE lines."""
+"""Histograms of durations, and counters, in the text format of Prometheus with HELP and TYPE lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.
 
 
 class Histogram:
-    """How often durations fell between bounds. One thread observes; others may read."""
+    """A histogram of durations: how often they fell between fixed bounds. One thread observes; others may read."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS) + 1)
@@ -23,7 +23,7 @@ class Histogram:
         self.sum += seconds
 
     def lines(self, name: str, about: str) -> Iterable[str]:
-        """The lines of one metric."""
+        """The lines of the histogram in Prometheus' text format."""
         yield from head(name, "histogram", about)
         below = 0
         for bound, count in zip((*map(str, BOUNDS), "+Inf"), list(self.counts), strict=True):
@@ -34,10 +34,10 @@ class Histogram:
 
 
 def head(name: str, kind: str, about: str) -> list[str]:
-    """The lines before a metric's values."""
+    """The HELP and TYPE lines before a metric's values."""
     return [f"# HELP {name} {about}", f"# TYPE {name} {kind}"]
 
 
 def value(name: str, kind: str, about: str, number: float) -> list[str]:
-    """The lines of a counter or a gauge."""
+    """The lines of a counter or a gauge in Prometheus' text format."""
     return [*head(name, kind, about), f"{name} {number}"]

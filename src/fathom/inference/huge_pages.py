@@ -1,4 +1,4 @@
-"""Memory of a server in huge pages, where Linux offers them.
+"""Puts the memory of a server into huge pages, where Linux offers them.
 
 Each token reads all weights. In pages of 4 KiB the processor must look up an address every 4 KiB, and its prefetcher
 stops there; in pages of 2 MiB a token takes several hundredths less time. An allocator asks for huge pages only if a
@@ -23,7 +23,7 @@ COLLAPSE = 25
 
 
 def exchange() -> threading.Thread:
-    """Exchange the pages of what the process holds now, on a thread, since a gigabyte takes a second or two."""
+    """Move the memory that the process holds now to huge pages, on a thread, since a gigabyte takes a second or two."""
     thread = threading.Thread(target=_exchange, name="huge pages", daemon=True)
     thread.start()
     return thread
@@ -40,7 +40,7 @@ def _exchange() -> None:
 
 
 def _filled(libc: ctypes.CDLL, address: int) -> float:
-    """The share of a huge page's small pages that are in memory: holes in a heap shall not become memory."""
+    """The share of a huge page's small pages that are in memory, so that unused holes in a heap are not filled."""
     pages = (ctypes.c_ubyte * (SIZE // mmap.PAGESIZE))()
     if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(SIZE), pages):
         return 0.0
@@ -48,7 +48,8 @@ def _filled(libc: ctypes.CDLL, address: int) -> float:
 
 
 def anonymous() -> Iterator[tuple[int, int]]:
-    """Addresses, first and end, of this process's private writable memory without a file that fits a huge page."""
+    """Start addresses and ends of this process's memory regions that are private, writable, not backed by a file, and
+    at least a huge page long."""
     try:
         lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
     except OSError:  # not Linux

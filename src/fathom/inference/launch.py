@@ -44,7 +44,8 @@ PATIENCE = 2.0
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that prints its address, ends with its engine, and ends generations that outlive the grace period."""
+    """A uvicorn server that prints its address, stops with its engine, and ends generations that outlive the grace
+    period."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: str) -> None:
         super().__init__(config)
@@ -71,7 +72,8 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Bind before the model is opened, so that a used port fails at once. Connections are not accepted yet."""
+    """Bind the port before the model is opened, so that a port in use fails at once. Connections are not accepted
+    yet."""
     if not 0 <= port < 1 << 16:
         raise SettingsError(f"port={port}: allowed: 0 to 65535")
     try:
@@ -168,7 +170,7 @@ def serve(
 
 
 def _keys(options: ServeOptions) -> Keys | None:
-    """The keys that clients may send; None if they need none."""
+    """The API keys that clients may send; None if clients need no key."""
     for name, value in (("requests_per_key", options.requests_per_key), ("deadline", options.deadline)):
         if value is not None and value <= 0:
             raise SettingsError(f"{name}={value}: expected a number above 0")
@@ -180,7 +182,7 @@ def _keys(options: ServeOptions) -> Keys | None:
 
 
 def _names(host: str, listener: socket.socket, keys: Keys | None) -> set[str] | None:
-    """Host names that the server accepts, None for any; warns if others can reach a server without a key."""
+    """Host names that the server accepts, None for any; warns if other machines can reach a server without a key."""
     address = ipaddress.ip_address(listener.getsockname()[0])
     if keys is not None:
         return None
@@ -201,7 +203,7 @@ def _run(
     lens: AddPages | None,
     options: ServeOptions,
 ) -> None:
-    """Open the model and serve it on the bound socket, to requests with these keys and host names."""
+    """Open the model and serve it on the bound socket, to requests with the given API keys and host names."""
     waiting = threading.Timer(PATIENCE, print, [f"fathom: opening {path}"], {"file": sys.stderr, "flush": True})
     waiting.start()
     try:

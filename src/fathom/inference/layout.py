@@ -1,4 +1,4 @@
-"""Packed or plain weights: which of them this processor multiplies faster, measured when a server starts.
+"""Chooses packed or plain weights: the kind that this processor multiplies faster, measured when a server starts.
 
 Packing takes between 0.6 and 1.2 of the time, by processor and number of threads, and eight bits between 0.3 and 1.7.
 """
@@ -52,7 +52,7 @@ class Layout:
 
 
 def lay_out(model: nn.Module, wanted: str = "auto") -> Layout:
-    """Pack the linear layers of a model in place, or leave them as they are.
+    """Pack the linear layers of a model in place, or leave them unpacked, as `wanted` says or as timing decides.
 
     Args:
         model: The model.
@@ -95,7 +95,7 @@ def _in_float32(layer: Int8Linear) -> nn.Linear:
 
 
 def sample(layers: Sequence[L]) -> list[L]:
-    """Layers from all over a model, of at most `SAMPLE` bytes in float32; at least one."""
+    """A sample of layers spread over the whole model: at most `SAMPLE` bytes in float32, but at least one layer."""
     sizes = [4 * one.in_features * one.out_features for one in layers]
     step = max(1, math.ceil(sum(sizes) / SAMPLE))
     chosen: list[L] = []
@@ -110,7 +110,7 @@ def sample(layers: Sequence[L]) -> list[L]:
 
 @torch.inference_mode()
 def compared(plain: Sequence[Timed], others: Sequence[Timed]) -> dict[str, float]:
-    """The time of other layers over that of plain ones, by number of rows."""
+    """The time of packed or 8-bit layers divided by that of plain ones, by number of rows."""
     ratios, widths = {}, {one.in_features for one in plain}
     for name, rows in ROWS.items():
         given, taken = {width: torch.ones(rows, width) for width in widths}, (list[float](), list[float]())
@@ -126,6 +126,6 @@ def compared(plain: Sequence[Timed], others: Sequence[Timed]) -> dict[str, float
 
 
 def _alike(seconds: Sequence[float]) -> bool:
-    """Whether the two fastest turns took about as long, so that a free processor would not be faster."""
+    """Whether the two fastest measurements took about equally long, which shows that other load did not slow them."""
     first, second = sorted(seconds)[:2]
     return second <= ALIKE * first

@@ -1,4 +1,4 @@
-"""The origin of a file of answers: the model, its tokenizer and the settings, kept next to it in
+"""Records how an output file of answers was made: the model, its tokenizer and the settings, kept next to it in
 `OUT.settings.json`."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ABSENT = object()
 def made_by(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling, batch_size: int
 ) -> dict[str, Any]:
-    """Everything that a file of answers depends on, by name, as JSON has it.
+    """Everything on which the answers in an output file depend, by name, as JSON values.
 
     Seeds belong to batches, so the batch size counts where tokens are drawn.
     """
@@ -54,7 +54,7 @@ def made_by(
 
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
-    """A digest of a model's configuration and weights, which reads each weight once.
+    """A digest of a model's configuration and weights; each weight is read once.
 
     The bits of a tensor are summed as whole numbers, so the sum does not depend on the order, threads or device.
     """
@@ -77,12 +77,13 @@ def _bits_digest(tensor: Tensor) -> bytes:
 
 
 def record_of(out: Path) -> Path:
-    """The file beside a file of answers."""
+    """The path of the record, `OUT.settings.json`, beside the output file `OUT`."""
     return out.with_name(f"{out.name}.settings.json")
 
 
 def keep_record(out: Path, made: Mapping[str, Any], answered: int) -> None:
-    """Keep what makes a file of answers; refuse one whose first answers were made by another model or settings."""
+    """Record what makes the answers in an output file; refuse a file whose first answers were made by another model or
+    with other settings."""
     record = record_of(out)
     if not answered:
         return write_json(record, made)

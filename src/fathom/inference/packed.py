@@ -1,4 +1,4 @@
-"""Packed weights: linear layers of a model that is served on a CPU, in the order in which oneDNN multiplies them.
+"""Packed weights: the linear layers of a model served on a CPU keep their weights in the memory order that oneDNN uses.
 
 A plain linear layer keeps its weight row by row, and MKL brings it into another order at each product of several rows,
 which costs as much as the product. Here that is done once, and the packed weight is the only one that is kept. oneDNN
@@ -21,7 +21,7 @@ ALONE: tuple[object, ...] = "none", [], ""
 
 
 class PackedLinear(nn.Module):
-    """A linear layer for inference that keeps its weight in oneDNN's order only.
+    """A linear layer for inference that keeps its weight only in the memory order that oneDNN uses.
 
     Args:
         linear: The layer to replace, in float32 on a CPU.
@@ -57,14 +57,14 @@ class PackedLinear(nn.Module):
 
 
 def cut(rows: int) -> list[int]:
-    """The block sizes in which rows are multiplied, before the last block is padded."""
+    """The sizes of the blocks into which `rows` rows are split for multiplication; the last block is padded later."""
     whole, rest = divmod(rows, MOST)
     parts = rest // BLOCK * BLOCK, rest % BLOCK
     return [MOST] * whole + [part for part in parts if part]
 
 
 def padded(rows: int) -> int:
-    """The number of rows that are multiplied for this many."""
+    """The number of rows, padding included, that are multiplied for a block of this many rows."""
     return 1 << (rows - 1).bit_length() if 0 < rows < GRAIN else -(-rows // GRAIN) * GRAIN
 
 
@@ -95,7 +95,7 @@ def pack(model: nn.Module) -> int:
 
 
 def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
-    """The layers to pack, and every module attribute that holds each of them."""
+    """The linear layers to pack, and for each of them all module attributes that refer to it."""
     wrapped = {id(part) for module in model.modules() if hasattr(module, "base_layer") for part in module.modules()}
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in model.modules():

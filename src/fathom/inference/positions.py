@@ -1,4 +1,4 @@
-"""Whether prompts of one batch may have different lengths, judging by the model's position encoding."""
+"""Decides whether prompts of one batch may have different lengths, judging by the model's position encoding."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 
 def rotary_kinds(model: PreTrainedModel) -> set[str]:
-    """Types of its rotary angles, one per type of layer; empty for learned or no positions."""
+    """The model's types of rotary embedding, one for each type of layer; empty for learned or no positions."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one entry per layer type, or one
     return {str(part["rope_type"]) for part in parts if "rope_type" in part}
 
 
 def passes_the_context(model: PreTrainedModel) -> bool:
-    """Whether a sequence of a batch may run past the context without changing the others, until these end.
+    """Whether a sequence of a batch may exceed the model's context length without changing the other sequences while
+    they are generated.
 
     Learned positions have none there, and dynamic angles then change for all rows.
     """
@@ -25,5 +26,6 @@ def passes_the_context(model: PreTrainedModel) -> bool:
 
 
 def depends_on_company(model: PreTrainedModel) -> bool:
-    """Whether rotary angles depend on the longest sequence of a batch, within the context too."""
+    """Whether a sequence's rotary angles depend on the longest sequence of its batch, even within the context
+    length."""
     return "longrope" in rotary_kinds(model)

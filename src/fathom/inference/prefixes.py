@@ -1,4 +1,4 @@
-"""The prefix cache: keys and values of earlier prompts, for prompts with the same beginning.
+"""The prefix cache: keeps the keys and values of earlier prompts for later prompts with the same beginning.
 
 A prompt takes over what another's first tokens left in the cache, but only up to a place where the other's reading was
 cut into chunks: the kernels of a matrix product depend on how many tokens it has, so anything else would differ in the
@@ -22,7 +22,7 @@ LEAST = 32
 
 @dataclass(eq=False)
 class Kept:
-    """The cache of a sequence's first tokens."""
+    """A prefix-cache entry: the keys and values of a sequence's first tokens."""
 
     tokens: np.ndarray
     cuts: list[int]
@@ -41,7 +41,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """The reusable part of a prompt."""
+    """The part of a prompt that the prefix cache holds."""
 
     kept: Kept | None = None
     count: int = 0
@@ -55,7 +55,7 @@ NOTHING = Found()
 
 @dataclass
 class Prefixes:
-    """The kept sequences, the most recently used last.
+    """The prefix cache: the stored sequences, the most recently used last.
 
     Args:
         budget: Maximum bytes.
@@ -66,7 +66,7 @@ class Prefixes:
     _all: OrderedDict[int, Kept] = field(default_factory=OrderedDict)
 
     def find(self, prompt: Sequence[int], kind: object, in_parts: bool = True) -> Found:
-        """Find the part of a prompt that can be reused; without `in_parts` the whole prompt or nothing."""
+        """Find the cached part of a prompt; without `in_parts`, only a cached whole prompt counts."""
         if len(prompt) < LEAST or not self._all:
             return NOTHING
         tokens, best, longest = np.asarray(prompt), NOTHING, 0
@@ -94,7 +94,8 @@ class Prefixes:
         state: tuple[object, int],
         instead: Kept | None = None,
     ) -> Kept:
-        """Keep a sequence, in place of a shorter one that it continues; the least recently used ones make room.
+        """Store a sequence in the prefix cache, in place of a shorter one that it continues; the least recently used
+        sequences make room.
 
         A sequence larger than the budget is not kept, and evicts nothing.
 

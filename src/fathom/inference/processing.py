@@ -29,7 +29,7 @@ class Streamer(BaseStreamer):
         self.words, self.write, self.prompt = words, write, True
 
     def put(self, value: Tensor) -> None:
-        """New tokens; the first ones are the prompt."""
+        """Receive new tokens; the first call brings the prompt, which is not written."""
         if not self.prompt:
             self.write(self.words.add(value.flatten().tolist()))
         self.prompt = False
@@ -57,10 +57,11 @@ class OfTheText(StoppingCriteria):
 
 
 class Finite(LogitsProcessor):
-    """Refuses logits that contain no finite maximum; transformers would take the first token, or raise."""
+    """Raises an error for logits without a finite maximum, for which transformers would take the first token or
+    raise."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns the scores `[B, V]` unchanged."""
+        """Check the scores `[B, V]` and return them unchanged."""
         if not finite(scores).all():
             none_left = bool((scores.amax(-1) == -math.inf).any())
             raise (

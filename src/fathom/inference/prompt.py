@@ -1,4 +1,4 @@
-"""A prompt or a conversation as token ids."""
+"""Turns a prompt or a conversation into token ids."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def encode(
 
 
 def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names that a client's template variables must not have: those of Fathom, transformers and jinja."""
+    """Names that a client's template variables must not have, because Fathom, transformers or jinja use them."""
     arguments = inspect.signature(type(tokenizer).apply_chat_template).parameters  # including `self`
     ours = {"messages", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
     return frozenset({*arguments, *ours, *DEFAULT_NAMESPACE})
@@ -76,7 +76,7 @@ def _conversation(
 def _ids(
     tokenizer: PreTrainedTokenizerBase, text: str, context: int | None, probe: bool = False, **how: bool
 ) -> list[int]:
-    """The tokens of a text; with `probe` an empty list, unless the text is far too long."""
+    """The tokens of a text; with `probe`, an empty list unless the text is far too long."""
 
     def read(part: str) -> list[int]:
         return list(tokenizer(part, verbose=False, **how)["input_ids"])  # a prompt that is too long is reported later
@@ -90,7 +90,7 @@ def _ids(
 
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:
-    """A conversation as text, by the tokenizer's chat template. A conversation that the template rejects is a
+    """A conversation as text, rendered by the tokenizer's chat template. A conversation that the template rejects is a
     `SettingsError`.
 
     Args:
@@ -107,7 +107,8 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
 
 
 def _turn(message: object) -> dict[str, object]:
-    """A message as templates expect it: a content of several parts becomes one text, and null an empty one."""
+    """A message in the form that templates expect: a `content` of several parts becomes one text, and null values are
+    left out."""
     if not isinstance(message, dict):
         raise SettingsError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
     content = one_text(message.get("content"))
@@ -117,8 +118,8 @@ def _turn(message: object) -> dict[str, object]:
 
 
 def one_text(content: object) -> object:
-    """A content of text parts as one text; other keys of a part, such as `cache_control`, are ignored. Anything else as
-    it is."""
+    """The text of a message's `content` that is a list of text parts; other keys of a part, such as `cache_control`,
+    are ignored. Anything else as it is."""
     if not isinstance(content, list):
         return content
     parts = [part for part in content if isinstance(part, dict) and part.get("type", "text") == "text"]

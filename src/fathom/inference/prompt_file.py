@@ -1,4 +1,4 @@
-"""Continue a file of prompts; an interrupted run resumes."""
+"""Generates answers to a file of prompts; an interrupted run resumes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def generate_file(
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> FileSummary:
-    """Continue every prompt of a JSONL file. The same call resumes an interrupted run.
+    """Generate an answer to every prompt of a JSONL file. The same call resumes an interrupted run.
 
     `OUT.settings.json` keeps a digest of the model and the settings: answers of another model, or with other settings,
     are not continued. Without `out` the lines go to standard output, and an interrupted run starts from the beginning.
@@ -92,7 +92,7 @@ def generate_file(
 
 
 def check_files(prompts: Path, out: Path | None) -> list[Record]:
-    """The prompts, if all can be read, and what `out` holds are answers to them."""
+    """The prompts of a file, after a check that all can be read and that the lines already in `out` answer them."""
     if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
         raise SettingsError(f"`out={out}` is the file of prompts; choose another")
     records = _read_records(prompts)
@@ -105,7 +105,8 @@ def check_files(prompts: Path, out: Path | None) -> list[Record]:
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Record], sampling: Sampling
 ) -> list[Record]:
-    """The fields to add to each line; a failed prompt gets `error`, and the others continue."""
+    """The fields to add to each line of a batch; a prompt that fails gets `error`, and the others get their
+    completions."""
     failed: list[Record | None] = []
     prompts: list[list[int]] = []
     for record in batch:
@@ -126,7 +127,7 @@ def _asked(record: Record) -> Any:
 
 
 def _fields(made: Generated | RequestError) -> Record:
-    """The fields that are added to the line of a prompt."""
+    """The fields that are added to a prompt's line: the completion and its counts, or an error."""
     if isinstance(made, RequestError):
         return {"error": str(made)}
     fields = {"completion": made.text, "tokens": made.tokens, "finish": made.finish}
@@ -134,7 +135,7 @@ def _fields(made: Generated | RequestError) -> Record:
 
 
 def _read_records(path: Path) -> list[Record]:
-    """All lines, checked before the first token is generated."""
+    """The records of all lines of a prompt file, checked before the first token is generated."""
     if not path.is_file():
         raise SettingsError(f"prompts={path}: {'not a file' if path.exists() else 'no such file'}")
     records = []
@@ -162,7 +163,7 @@ def _read_records(path: Path) -> list[Record]:
 
 @contextlib.contextmanager
 def _opened(out: Path | None) -> Iterator[IO[bytes]]:
-    """The output file, locked against a second writing process; without one, standard output."""
+    """The output file, locked against a second process that writes; standard output if no file is given."""
     if out is None:
         yield sys.stdout.buffer
         return
@@ -176,7 +177,7 @@ def _opened(out: Path | None) -> Iterator[IO[bytes]]:
 
 
 def _answered(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Path) -> tuple[int, int, int]:
-    """The number of finished lines, of errors among them, and of their bytes."""
+    """The number of finished lines in the output file, how many of them are errors, and their size in bytes."""
     file.seek(0)
     done = errors = end = 0
     for line in file:
@@ -197,6 +198,6 @@ def _answered(file: IO[bytes], records: Sequence[Record], prompts: Path, out: Pa
 
 
 def _half(line: bytes, record: Record) -> bool:
-    """Whether an incomplete last line is the beginning of an answer to a prompt."""
+    """Whether an incomplete last line of the output file is the beginning of an answer to this prompt."""
     answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)

@@ -70,7 +70,7 @@ class Response:
         return self.whole()
 
     def whole(self) -> Event:
-        """The answer so far, whose text has ended."""
+        """The final event, with the whole answer, after its text has ended."""
         return self._whole("incomplete" if self.text.finish == "length" else "completed")
 
     def _whole(self, status: str) -> Event:
@@ -90,7 +90,7 @@ class Response:
         return counts | ({"trips": given["trips"]} if "trips" in given else {})
 
     def _hear(self, new: str) -> Iterator[Event]:
-        """The events that a piece of text causes."""
+        """The stream events that a new piece of text causes."""
         text, last = self.text, self.text.finish is not None
         heard = Heard(new) if text.reader is None else text.reader.hear(new, last)
         scores, text.scores = text.scores, []
@@ -135,7 +135,7 @@ class Response:
             yield self._inside("response.output_text.delta", content_index=0, delta=new, logprobs=scores)
 
     def _end(self, status: str = "completed") -> Iterator[Event]:
-        """Complete the item that is open."""
+        """The stream events that complete the output item that is now open."""
         if (item := self._open) is None:
             return
         item["status"] = status
@@ -155,7 +155,7 @@ class Response:
         self._open = None
 
     def _inside(self, kind: str, **more: object) -> Event:
-        """An event of the item that is open."""
+        """A stream event for the output item that is now open."""
         assert self._open is not None
         return {"type": kind, "item_id": self._open["id"], "output_index": len(self.output), **more}
 
@@ -166,7 +166,7 @@ class Response:
         return f"event: {event['type']}\ndata: {text}\n\n"
 
     def _told(self, event: Event) -> int:
-        """How many log-probabilities an event may repeat."""
+        """The number of log-probabilities that an event may repeat."""
         ends = event["type"].endswith((".done", ".completed", ".incomplete"))
         return 0 if self.job.logprobs is None or not ends else len(self.job.made) * (1 + self.job.logprobs)
 

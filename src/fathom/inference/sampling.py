@@ -75,7 +75,7 @@ class Choice:
     def of(
         cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0, ends: frozenset[int] = frozenset()
     ) -> Choice:
-        """The settings of a request; the model's own settings, already checked, for the rest.
+        """The sampling settings of a request, completed by the model's own settings, which are checked already.
 
         Args:
             asked: Settings by name; None and unknown names are ignored.
@@ -97,7 +97,8 @@ class Choice:
 
     @staticmethod
     def left_out(own: GenerationConfig) -> list[str]:
-        """Settings of the model that no choice supports, as `NAME=VALUE`, or a count for a long list."""
+        """Sampling settings of the model's `generation_config` that this class does not support, as `NAME=VALUE`, or a
+        count for a long list."""
         given = {name: getattr(own, name, None) for name in NOT_HERE}
         return [_shown(name, value) for name, value in given.items() if value not in (None, [], {}, NOT_HERE[name])]
 
@@ -112,7 +113,7 @@ class Choice:
         return any(map(bool, penalties)) or bool(self.min_tokens and self.ends) or self.constraint is not None
 
     def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
-        """Logits `[V]` after penalties and biases, in float64 if there are any."""
+        """The logits `[V]` after penalties and biases; they become float64 if there are any penalties or biases."""
         if not self._changes:
             return logits
         scores = logits.double()
@@ -130,7 +131,7 @@ class Choice:
         return scores if allowed is None else scores.masked_fill(~allowed.to(logits.device), -torch.inf)
 
     def _allowed(self, made: Sequence[int], size: int) -> Tensor | None:
-        """Which of `size` tokens may be chosen, `[V]`; None for all."""
+        """Which of `size` tokens may be chosen, as a mask `[V]`; None if all may."""
         allowed = None if self.constraint is None else self.constraint.allowed(made)
         if not self.ends or len(made) >= self.min_tokens:
             return allowed
@@ -159,7 +160,8 @@ class Choice:
         return Source(self.seed, self.index).draw(self.probabilities(scores), len(made))
 
     def settled(self, drafts: Sequence[int], logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> list[int]:
-        """The next tokens, those that would be chosen without drafts: as far as these foretell them, and one more.
+        """The next tokens, exactly as they would be chosen without drafts: all drafts that are right, and one more
+        token.
 
         Args:
             drafts: Guesses of consecutive tokens.
@@ -177,7 +179,8 @@ class Choice:
 
 
 def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:
-    """The smallest probability of the nucleus for top-p; tokens with an equal probability belong to it too.
+    """The smallest probability in the nucleus of top-p sampling; tokens with an equal probability belong to the nucleus
+    too.
 
     Tokens are put into bins by their logit, and only the bin in which the share is reached is sorted: sorting a
     vocabulary of 150,000 tokens can take a tenth of a decoding step.
@@ -208,12 +211,13 @@ LEAST = -9999.0
 
 
 def finite(logits: Tensor) -> Tensor:
-    """Which of the logits `[..., V]` have a finite maximum, so that a token can be chosen."""
+    """For each row of logits `[..., V]`, whether its maximum is finite, so that a token can be chosen."""
     return logits.amax(-1).isfinite()  # max returns NaN if there is one
 
 
 def likeliest(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
-    """The log-probability of each token, and the `count` likeliest tokens with theirs, before any sampling settings.
+    """The log-probability of each given token, and the `count` most likely tokens with their log-probabilities, before
+    any sampling settings.
 
     Args:
         logits: `[n, V]`

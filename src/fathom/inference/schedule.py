@@ -1,4 +1,5 @@
-"""Which prompt is read next, and how much of it: the one with the fewest tokens left, but no prompt waits for ever.
+"""Decides which prompt is read next, and how much of it: the prompt with the fewest tokens left, but no prompt waits
+for ever.
 
 A prompt that others have overtaken counts as shorter, so it is overtaken by at most `PATIENCE` times its own tokens.
 Then a prompt interrupts it only if it has read as many tokens in a row. A prompt of a few tokens is read first between
@@ -35,30 +36,30 @@ FEW = 8
 
 
 class Pending(Protocol):
-    """A prompt that is not read to its end."""
+    """A prompt that is not read completely."""
 
     @property
     def left(self) -> int:
-        """Tokens that are not read yet."""
+        """The number of the prompt's tokens that are not read yet."""
 
     @property
     def passed(self) -> int:
-        """Tokens of other prompts that were read since it was submitted."""
+        """The number of other prompts' tokens that were read since this prompt was submitted."""
 
     @property
     def further(self) -> bool:
-        """Whether it is not the first of its request."""
+        """Whether the prompt belongs to a further text of its request, not to the first."""
 
     @property
     def in_a_row(self) -> int:
-        """Tokens that were read since its reading began, or was resumed."""
+        """The number of prompt tokens that were read since reading began or was last resumed."""
 
 
 P = TypeVar("P", bound=Pending)
 
 
 def rank(prompt: Pending) -> float:
-    """A prompt's place: the lowest is read next. Below 0 it has been overtaken enough."""
+    """A prompt's priority: the prompt with the lowest number is read next. Below 0 it has been overtaken enough."""
     return prompt.left - prompt.passed / PATIENCE
 
 
@@ -78,7 +79,7 @@ def in_order(prompts: Iterable[P], first: bool = False) -> list[P]:
 
 
 def interrupts(new: Pending, reading: Pending, first: bool = False) -> bool:
-    """Whether a prompt is so much shorter than the one that is being read that it goes first."""
+    """Whether a new prompt is so much shorter than the one being read that it interrupts it."""
     if yields(new) and not yields(reading):
         return False
     in_a_row = max(rank(reading), min(reading.left, SMALLER * reading.in_a_row))
@@ -86,22 +87,25 @@ def interrupts(new: Pending, reading: Pending, first: bool = False) -> bool:
 
 
 def taken(tokens: int, share: int) -> float:
-    """What part of a turn a forward pass of so many tokens takes, if `share` tokens fit into one."""
+    """The share of a turn that a forward pass of `tokens` tokens takes, if `share` tokens take a whole turn."""
     return (PASS + tokens) / (PASS + share)
 
 
 def rest(spent: float, share: int) -> int:
-    """Tokens that fit into what is left of a turn; never less than `LEAST`, since a pass takes its time anyway."""
+    """The number of prompt tokens that fit into the rest of a turn; at least `LEAST`, since a forward pass has a fixed
+    cost anyway."""
     return max(LEAST, int((1 - spent) * (PASS + share)) - PASS)
 
 
 def piece(left: int, room: int) -> int:
-    """Tokens to read of a prompt that has so many left: all of them rather than a pass of its own for the last few."""
+    """The number of a prompt's remaining tokens to read now: all of them, if otherwise only a few would be left for
+    another pass."""
     return left if left - room < PASS // 2 else room
 
 
 def chunk(fitting: float | None) -> int:
-    """Tokens to read between two tokens of the texts that run: multiples of `LEAST`, so that few shapes occur.
+    """The number of prompt tokens to read between two decoding steps of the running texts, in multiples of `LEAST`, so
+    that few shapes occur.
 
     Args:
         fitting: How many take `CHUNK` seconds; None if that is not known yet.
@@ -110,7 +114,7 @@ def chunk(fitting: float | None) -> int:
 
 
 def learned(fitting: float | None, tokens: int, seconds: float) -> float:
-    """How many tokens take `CHUNK` seconds, after another chunk.
+    """The number of tokens that can be read in `CHUNK` seconds, updated after another chunk was timed.
 
     Part of a chunk's time does not depend on its size, so in proportion a smaller one only says that so many fit.
     Chunks of as many as fit come to take `CHUNK`.
@@ -128,7 +132,8 @@ def learned(fitting: float | None, tokens: int, seconds: float) -> float:
 
 
 def most_rows(step: tuple[int, float] | None) -> int:
-    """Rows of a step beyond which no further text of a request joins, so that others do not wait for a long step.
+    """The batch size beyond which no further text of the same request joins, so that a long decoding step does not
+    delay other requests.
 
     Args:
         step: Rows of the latest step, and its seconds; None if there was none yet.

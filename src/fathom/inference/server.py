@@ -80,7 +80,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Begun:
-    """A request whose texts are being made."""
+    """A request whose texts are being generated."""
 
     prompts: list[list[int]]
     jobs: list[Job]
@@ -136,7 +136,7 @@ class Service:
         self.card = {**known, "max_model_len": self.context}
 
     def lay_out(self, wanted: str) -> Layout:
-        """Pack the weights of linear layers if that is wanted, or faster.
+        """Pack the weights of linear layers if `wanted` says so, or if packed weights are faster.
 
         This runs on the engine's thread. On another thread, OpenMP would count the workers of both, which are more than
         there are cores, and let them sleep between two products.
@@ -145,18 +145,19 @@ class Service:
         return self.layout
 
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
-        """Pass events from the engine's thread to this one."""
+        """Pass events from the engine's thread to the server's event loop."""
         if self.loop is not None and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(deliver, out)
 
     def known(self, asked: str | None) -> None:
-        """Refuse a request for another model."""
+        """Reject a request that names another model."""
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
     def trips(self, asked: int | None, effort: Effort | None = None) -> int | None:
-        """Loop iterations per token at most, for a request that asks for so many, or for an effort: one for `low` and
-        less, half of the server's, rounded up, for `medium`, and the server's for `high` and more."""
+        """The maximum loop iterations per token: as many as a request asks for, or for a reasoning effort: one for
+        `low` and less, half of the server's maximum, rounded up, for `medium`, and the server's maximum for `high` and
+        more."""
         most = most_trips(self.model)
         if (asked or 1) > most:
             raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")
@@ -338,7 +339,7 @@ class Service:
         return _Begun(prompts, jobs, texts, queue)
 
     def _text(self, body: Asked, job: Job, shape: Shape | None, echo: str) -> Text:
-        """The text made from a job's tokens."""
+        """The object that turns a job's tokens into text."""
         after = () if isinstance(body, ChatBody) and not body.continue_final_message else job.prompt
         marks = None if isinstance(body, CompletionBody) or (shape is not None and shape.whole) else self.thoughts
         marked = (shape is not None and shape.special) or bool(marks and marks[0] in special_names(self.tokenizer))
@@ -373,20 +374,20 @@ class Service:
                 late.cancel()
 
     def _late(self, begun: _Begun) -> None:
-        """End an answer whose deadline has passed."""
+        """End the texts of a request whose deadline has passed."""
         message = f"the answer took longer than {self.deadline:g} seconds"
         begun.queue.put_nowait((0, RequestError(message, "deadline_exceeded")))
 
 
 def _check(rules: FieldRules) -> None:
-    """Refuse a request by its first field that is not allowed."""
+    """Reject a request with an error for the first of its fields that is not allowed."""
     for field, (allowed, message) in rules.items():
         if not allowed:
             raise wrong(field, message)
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events; `end` is called even if the client leaves before the first of them was made."""
+    """A response of server-sent events; `end` is called even if the client leaves before the first event."""
 
     def __init__(self, events: AsyncIterator[str], end: Callable[[], object]) -> None:
         super().__init__(events, media_type="text/event-stream")
@@ -419,7 +420,7 @@ async def _stream(
 
 
 def _scores(job: Job) -> int:
-    """How many log-probabilities are told of a job."""
+    """The number of log-probabilities that the answer reports for a job."""
     told = len(job.made) + (len(job.prompt) if job.score_prompt else 0)
     return 0 if job.logprobs is None else told * (1 + job.logprobs)
 
@@ -429,7 +430,7 @@ def _json(made: Callable[[], object]) -> Response:
 
 
 def _chunk(envelope: Envelope, index: int, text: Text, new: str, large: bool) -> str:
-    """The line of a chunk; empty if there is nothing to send yet."""
+    """A server-sent event for a chunk of an answer; empty if there is nothing to send yet."""
     chunk = envelope.chunk(index, text, new)
     return "" if chunk is None else f"data: {written(chunk)}\n\n" if large else _line(chunk)
 

@@ -1,4 +1,4 @@
-"""The sampling settings of `fathom generate` over the checkpoint's own, in transformers' form."""
+"""Combines the sampling settings of `fathom generate` with the checkpoint's own, in transformers' form."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Sampling:
         return {key: float(value) if key in NUMBERS and type(value) is int else value for key, value in made.items()}
 
     def chosen(self, name: str, model: PreTrainedModel) -> Any:
-        """The value of an option, or the checkpoint's."""
+        """The value of an option, or the checkpoint's value if the option is not set."""
         return self.options.get(name, getattr(model.generation_config, name, None))
 
     def beams(self, model: PreTrainedModel) -> int:
@@ -146,16 +146,16 @@ class Sampling:
         return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
     def end_decides(self, model: PreTrainedModel) -> bool:
-        """Whether the text depends on where it must end, as in beam search or with a forced last token."""
+        """Whether the generated text depends on its length limit, as with beam search or a forced last token."""
         return self.beams(model) > 1 or self.chosen("forced_eos_token_id", model) is not None
 
     def counts_padding(self, model: PreTrainedModel) -> bool:
-        """Whether the text would depend on the padding before its prompt."""
+        """Whether the generated text would depend on the padding before its prompt."""
         begins = self.chosen("forced_bos_token_id", model) is not None  # after a prompt of one token
         return begins or any(self.chosen(name, model) for name in COUNTING)
 
     def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
-        """Tokens left in the context after these; a prompt that fills the context is refused."""
+        """The number of tokens that fit into the context after `ids`; a prompt that fills the context is refused."""
         if (fault := unknown_token(ids, model)) is not None:
             raise SettingsError(fault)
         if self.memory is not None:
@@ -171,7 +171,8 @@ class Sampling:
 
 
 def refused(own: GenerationConfig) -> str | None:
-    """The first checkpoint setting that is out of range, and the allowed values; transformers checks too late."""
+    """An error message for the first checkpoint setting that is out of range, with its allowed values; transformers
+    checks too late."""
     for name in (*OWN, "bos_token_id", "eos_token_id", "pad_token_id"):
         value = getattr(own, name, None)
         number = int(value) if isinstance(value, float) and value.is_integer() else value
@@ -181,7 +182,7 @@ def refused(own: GenerationConfig) -> str | None:
 
 
 def refusal(name: str, value: object) -> str | None:
-    """The allowed values of a setting, if this value is not one; transformers checks too late."""
+    """The allowed values of a setting if `value` is not allowed, else None; transformers checks too late."""
     if value is None and name not in NEEDED:
         return None
     if (limits := {**WHOLE, **NUMBERS}.get(name)) is not None:
@@ -209,7 +210,8 @@ def _range(least: float, most: float) -> str:
 
 
 def as_strings(given: object) -> list[str]:
-    """One, several or no strings as a list, without empty ones, which occur everywhere and would end every text."""
+    """A list of strings from one, several or none, without empty strings, which occur everywhere and would end every
+    text."""
     several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else []
     return [str(one) for one in several if one != ""]
 

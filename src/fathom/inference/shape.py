@@ -1,4 +1,5 @@
-"""The constraints of a request on its answers: a grammar for the engine, and a parser of tool calls in the text."""
+"""The constraints that a request puts on its answers: a grammar for the engine, and a parser of tool calls in the
+text."""
 
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ class Shape:
 
     @property
     def special(self) -> bool:
-        """Whether special tokens mark calls; texts omit special tokens otherwise."""
+        """Whether special tokens mark tool calls; only then does the text keep special tokens."""
         how = self.wanted.how
         marks = "" if how is None else how.before + how.after
         return any(name in marks for name in special_names(self.grammars.tokenizer))
@@ -64,12 +65,12 @@ class Shape:
         return self.grammars.begin(self.grammar, self.clock)
 
     def reader(self) -> CallReader | None:
-        """The parser of one text that may call tools."""
+        """A parser of tool calls for one text; None if the request offers no tools."""
         return None if self.wanted.how is None else CallReader(self.wanted.how, self.wanted.tools)
 
 
 class Shapes:
-    """Builds the constraints for one model.
+    """Builds the constraints on answers (grammars and tool calls) for one model.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -82,11 +83,11 @@ class Shapes:
 
     @cached_property
     def notation(self) -> Notation:
-        """How the chat template writes tool calls."""
+        """The notation in which the chat template writes tool calls."""
         return notation(self.tokenizer)
 
     def prepare(self) -> None:
-        """Read the vocabulary, which would stop all clients of a server for a second at the first grammar."""
+        """Load the vocabulary in advance: at the first grammar it would delay all clients of a server by a second."""
         with contextlib.suppress(SettingsError):  # said to those who ask for a grammar
             _ = self.grammars.words
 
@@ -110,13 +111,13 @@ class Shapes:
             raise wrong(name, HALF) from error
 
     def ready(self, wanted: Wanted) -> Shape | None:
-        """The constraints of a request whose grammar is compiled already; None if it is not."""
+        """The constraints of a request if its grammar is compiled already, else None."""
         kept = self.grammars.kept(wanted.grammar)
         return None if kept is None else Shape(self.grammars, wanted, kept)
 
     def compiled(self, wanted: Wanted, quick: bool = False) -> Shape:
-        """The constraints of a request; a grammar that is invalid or too complex is an `ApiError`. With `quick`, one
-        that takes long is a `LateError`."""
+        """The constraints of a request, with the grammar compiled; a grammar that is invalid or too complex is an
+        `ApiError`. With `quick`, one that takes long is a `LateError`."""
         try:
             parts = list(wanted.parts.values())
             return Shape(self.grammars, wanted, self.grammars.compile(wanted.grammar, parts, quick))

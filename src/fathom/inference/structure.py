@@ -1,4 +1,4 @@
-"""Structured output: which tokens may come next, so that a text follows a JSON schema, a pattern or a grammar.
+"""Structured output: computes which tokens may come next, so that a text follows a JSON schema, a pattern or a grammar.
 
 A `Constraint` is a function of the tokens that were made, as a `Choice` is: drafts that are not kept, and other texts
 of a batch, leave nothing behind in it.
@@ -37,7 +37,7 @@ FREE, EACH = 0.1, 0.005
 
 @dataclass(eq=False)
 class Compiled:
-    """A grammar that texts can follow."""
+    """A compiled grammar, which constrains generated texts."""
 
     matcher: LLMatcher
     """In its initial state."""
@@ -50,7 +50,7 @@ class Compiled:
 
 @dataclass
 class MatcherClock:
-    """Processor time that the matchers of one request took."""
+    """The processor time that the grammar matchers of one request have used."""
 
     seconds: float = 0.0
     masks: int = 0
@@ -64,12 +64,12 @@ class MatcherClock:
 
     @property
     def over(self) -> bool:
-        """Whether the request used up its time."""
+        """Whether the request has used up its time for grammars."""
         return self.seconds > FREE + EACH * self.masks
 
 
 class Constraint:
-    """The grammar of one text, and the parser's position in it.
+    """The constraint of one text: its grammar, and the parser's position in it.
 
     Args:
         grammar: The grammar.
@@ -84,7 +84,8 @@ class Constraint:
         self._taken: list[int] = []  # the tokens that the matcher has consumed
 
     def allowed(self, made: Sequence[int]) -> Tensor:
-        """Which tokens may follow these, `[V]`; all of them once the text is complete or the grammar has failed."""
+        """Which tokens may follow these, as a mask `[V]`; all of them once the text is complete or the grammar has
+        failed."""
         if not made:
             return self.grammar.first
         if self.complete(made) or self.fault is not None:
@@ -100,7 +101,8 @@ class Constraint:
         return torch.ones_like(allowed) if self._stuck else allowed
 
     def complete(self, made: Sequence[int]) -> bool:
-        """Whether only the end can follow these tokens, or could before; the matcher advances over them."""
+        """Whether a text with these tokens is complete, i.e. only the end may follow, or could at an earlier token; the
+        matcher advances over the tokens."""
         with self.clock:
             return self._advance(made)
 
@@ -122,7 +124,7 @@ class Constraint:
 
     @property
     def fault(self) -> str | None:
-        """Why the text cannot continue, if it reached the grammar's limits."""
+        """The reason why the text cannot continue, if it reached a limit of the grammar; else None."""
         why = reason(self._matcher) if self._matcher.is_error() else None
         if self.clock.over:
             why = "following this grammar takes too much time"
@@ -150,7 +152,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def kept(self, grammar: str) -> Compiled | None:
-        """A grammar that is compiled already."""
+        """A grammar that was compiled before; None if it was not."""
         with self._lock:
             for old in [text for text, one in self._kept.items() if one.failed]:
                 del self._kept[old]
@@ -159,8 +161,8 @@ class Grammars:
             return self._kept.get(grammar)
 
     def compile(self, grammar: str, parts: Sequence[str] = (), quick: bool = False) -> Compiled:
-        """Compile a grammar; an invalid or too complex one is a `GrammarError`, which names one of its parts if that
-        one is to blame. With `quick`, one that takes long is a `LateError`."""
+        """Compile a grammar; an invalid or too complex grammar is a `GrammarError`, which names the part of the grammar
+        that is to blame, if one is. With `quick`, one that takes long is a `LateError`."""
         if (before := self.kept(grammar)) is not None:
             return before
         words = self.words
@@ -177,16 +179,16 @@ class Grammars:
         return made
 
     def begin(self, grammar: Compiled, clock: MatcherClock | None = None) -> Constraint:
-        """The constraint of another text for a compiled grammar; the texts of a request share a clock."""
+        """A new constraint for one text under a compiled grammar; the texts of a request share a clock."""
         return Constraint(grammar, self.ends, clock or MatcherClock(), self._never)
 
     @property
     def _never(self) -> list[int]:
-        """llguidance's own guess of the end, for a model without an end token."""
+        """Tokens that are never allowed: for a model without an end token, those that llguidance takes for the end."""
         return [] if self.ends else self.words.eos_tokens
 
     def pieces(self, text: str) -> str:
-        """A text in Lark's notation, in which a special token is written as its name."""
+        """A text as a Lark grammar rule, in which special tokens are written as token names."""
         names = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
         names = {name: i for name, i in names.items() if name in text and self.words.is_special_token(i)}
         if not names:
@@ -200,7 +202,8 @@ class Grammars:
         return self._vocabulary.words()
 
     def _tried(self, grammar: str, parts: Sequence[str], quick: bool) -> Tried:
-        """Tried in a process; a second one, started when it is needed, has what takes long."""
+        """Compile a grammar in a helper process; grammars that take long have a second process, started when it is
+        needed."""
         return self._trial.run(grammar, parts, QUICK) if quick else self._long_trial.run(grammar, parts)
 
     @cached_property
@@ -224,7 +227,7 @@ class Grammars:
 
 
 def unpacked(mask: bytes, size: int, never: Iterable[int] = ()) -> Tensor:
-    """llguidance's mask, a bit for each token, as `[V]`, without the tokens that are never allowed."""
+    """llguidance's bit mask of allowed tokens as a boolean tensor `[V]`, without the tokens that are never allowed."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:size]
     bits[list(never)] = 0
     return torch.from_numpy(bits).bool()

@@ -1,4 +1,5 @@
-"""Text from tokens as they are generated: whole characters, up to a stop string, with or without the prompt."""
+"""Turns tokens into text while they are generated: whole characters, up to a stop string, with or without the
+prompt."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ BEHIND = 16
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text before any stop string, and the rest, which may begin one; the rest is None once one was found."""
+    """The text before any stop string, and the rest, which may be the beginning of a stop string; the rest is None once
+    a stop string was found."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], None
@@ -61,7 +63,7 @@ class AnswerWords:
         self._told = len(self._window)  # tokens whose text was returned already
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
-        """The text that tokens add; empty while a character may be incomplete, unless these are the last tokens."""
+        """The text that new tokens add; empty while a character may be incomplete, unless these are the last tokens."""
         self.ids += tokens
         new = "".join(self._heard(token) for token in tokens if token not in self.mute)
         if last:
@@ -84,7 +86,8 @@ class AnswerWords:
         return new
 
     def _settled(self) -> str:
-        """The text of a run of invalid bytes that no further byte can change; the window is cut to the rest."""
+        """The part of the text of invalid bytes that no further byte can change; the window of undecided bytes is cut
+        accordingly."""
         first = self._decoded(self._window[:-BYTES])
         settled = next(first[:n] for n in range(len(first), -1, -1) if self._text.startswith(first[:n]))
         new, rest = settled[self._said :], len(self._text) - max(self._said, len(settled))
@@ -180,7 +183,8 @@ class Text:
         self.scores += zip(scores, places, strict=True)
 
     def _tell(self, new: str, unsaid: str = "") -> str:
-        """Stop strings are searched for in the text with its special tokens, as in transformers."""
+        """Add new text up to a stop string; stop strings are searched for in the text with its special tokens, as in
+        transformers."""
         self._length += len(new)
         shown = [*self._shown, *[True] * len(new), *[False] * len(unsaid)]
         stops = self.stops if self.tokens >= self.min_tokens else ()
@@ -192,7 +196,7 @@ class Text:
         return self._say(new)
 
     def _say(self, new: str) -> str:
-        """Add to the text, or to the thought before it; returns what belongs to the text."""
+        """Append to the text, or to the reasoning before it; returns the part that belongs to the text."""
         if self.thoughts is not None:
             thought, new = self.thoughts.hear(new, last=self.finish is not None)
             self.thought, self.new_thought = self.thought + thought, self.new_thought + thought
@@ -202,7 +206,8 @@ class Text:
 
 
 def read_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> list[int] | None:
-    """Where each token begins in the text that a tokenizer read them from; None if it reads others, or cannot tell.
+    """The position at which each token begins in the text that was tokenized; None if the tokenizer gives other tokens
+    for the text, or no positions.
 
     A token begins where the one before ends, at blanks that it may have stripped, or within the character that both
     share. One that the tokenizer added has no text of its own; a blank that begins the text has, though offsets that
@@ -223,7 +228,7 @@ def read_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[
 
 
 def written_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> list[int]:
-    """Where each token begins in a text that was decoded from the tokens, or encoded without offsets.
+    """The position at which each token begins in a text that was decoded from the tokens, or encoded without offsets.
 
     A special token has a position if the text contains it, and none if the tokenizer added it.
     """

@@ -1,4 +1,4 @@
-"""Thoughts that a model marks at the beginning of an answer, as `<think>…</think>`, apart from the answer."""
+"""Separates the reasoning that a model marks at the beginning of an answer, as `<think>…</think>`, from the answer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Marks = tuple[str, str]
 
 
 def marks_of(tokenizer: PreTrainedTokenizerBase) -> Marks | None:
-    """How a chat template marks thoughts; None if it marks none."""
+    """The marks around reasoning in a chat template, such as `<think>`; None if the template has none."""
     template = str(tokenizer.chat_template or "")
     return next((marks for marks in MARKS if marks[1] in template), None)
 
 
 class Thoughts:
-    """Separates an answer's thoughts from its text while it is generated.
+    """Separates an answer's reasoning from its text while the answer is generated.
 
     Args:
         marks: What stands before and behind thoughts.
@@ -41,14 +41,14 @@ class Thoughts:
     def after(
         cls, marks: Marks, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], begun: str = ""
     ) -> Thoughts:
-        """The thoughts of an answer to a prompt, whose template may begin one; or of an answer that continues a
-        message, whose text is `begun`."""
+        """The parser for an answer to a prompt, whose template may open the reasoning; or for an answer that continues
+        a message, whose text is `begun`."""
         if begun:
             return cls(marks, begun.rfind(marks[0]) > begun.rfind(marks[1]))
         return cls(marks, str(tokenizer.decode(prompt[-END:])).rstrip().endswith(marks[0]))
 
     def hear(self, new: str, last: bool = False) -> tuple[str, str]:
-        """The thought and the text that a piece of the answer adds."""
+        """The reasoning and the text that a new piece of the answer adds."""
         self._rest += new
         if self._waits and not self._decided(last):
             return "", ""
@@ -59,7 +59,7 @@ class Thoughts:
         return thought, self._first(text) if self._after else text
 
     def _decided(self, last: bool) -> bool:
-        """Whether it is known that the answer begins with a thought, or that it does not."""
+        """Whether the text so far decides if the answer begins with reasoning."""
         opening, begin = self.marks[0], self._rest.lstrip()
         if begin.startswith(opening):
             self.inside, self._rest = True, begin[len(opening) :]
@@ -69,7 +69,7 @@ class Thoughts:
         return True
 
     def _thought(self, last: bool) -> str:
-        """The text that is known to belong to the thought; blanks before the mark behind it are not."""
+        """The text that certainly belongs to the reasoning; white space before the closing mark does not."""
         thought, found, behind = self._rest.partition(self.marks[1])
         if found:
             last_piece = self._first(thought.rstrip())
@@ -82,7 +82,7 @@ class Thoughts:
         return self._first(kept)
 
     def _first(self, text: str) -> str:
-        """A piece of a thought or of the text behind it, which begin without blank lines."""
+        """A piece of the reasoning, or of the text after it, without blank lines at the beginning."""
         text = text.lstrip("\n") if self._blank else text
         self._blank = self._blank and not text
         return text

@@ -22,7 +22,8 @@ T = TypeVar("T")
 
 
 def written_size(value: object) -> int:
-    """About how many characters a value has that a template or a grammar writes: of one nested very deeply, many."""
+    """Roughly the number of characters that a template or grammar writes for a value; `sys.maxsize` for a value that is
+    nested too deeply."""
     try:
         return len(json.dumps(value))
     except RecursionError:
@@ -30,7 +31,7 @@ def written_size(value: object) -> int:
 
 
 class Tokenising:
-    """Queues with one thread each: for short texts, long texts, grammars, those that take long, and large answers."""
+    """Request queues with one thread each: for short texts, long texts, grammars, slow grammars, and large answers."""
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(1, f"prepare-{kind}") for kind in QUEUES}

@@ -1,4 +1,5 @@
-"""Tool calls in the chat template's own notation: how it writes them, a grammar of such answers, and reading them back.
+"""Tool calls in the chat template's own notation: detects the notation, makes a grammar of answers with calls, and
+parses them.
 
 A template is asked: it renders a conversation with a call of a made-up tool, and what stands around the call's JSON is
 the notation. That covers `<tool_call>` of Hermes and Qwen, and the bare JSON of Llama 3. Answers are held to the
@@ -30,7 +31,7 @@ NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "addition
 
 @dataclass(frozen=True)
 class Notation:
-    """How a chat template writes calls: `before {"name": ..., "KEY": {...}} after`."""
+    """The notation in which a chat template writes tool calls: `before {"name": ..., "KEY": {...}} after`."""
 
     key: str
     """Key of the arguments: `arguments` or `parameters`."""
@@ -40,7 +41,7 @@ class Notation:
     """The text between two calls of one message; None if a message has at most one call."""
 
     def head(self, name: str) -> str:
-        """The text of a call up to its arguments."""
+        """The text of a tool call up to its arguments."""
         return f'{self.before}{{"name": {json.dumps(name)}, "{self.key}": '
 
     @property
@@ -50,7 +51,8 @@ class Notation:
 
 
 def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
-    """How a tokenizer's chat template writes tool calls; a `SettingsError` if it is a way that cannot be read back."""
+    """The notation in which a tokenizer's chat template writes tool calls; a `SettingsError` if the notation cannot be
+    parsed."""
     if "tools" not in str(tokenizer.chat_template):
         raise SettingsError("this model's chat template does not write tools")
     tools = [{"type": "function", "function": {"name": PROBE, "description": "-", "parameters": NO_ARGUMENTS}}]
@@ -80,7 +82,8 @@ def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
 
 
 def _calls(count: int) -> list[dict[str, Any]]:
-    """A message with calls, and the text after it: some templates write the last message differently."""
+    """A test conversation with `count` tool calls and messages after them: some templates write the last message
+    differently."""
     function = {"name": PROBE, "arguments": {"at": "-"}}
     made = [{"id": f"call0000{i}", "type": "function", "function": function} for i in range(count)]
     results = [{"role": "tool", "tool_call_id": one["id"], "name": PROBE, "content": "-"} for one in made]
@@ -88,7 +91,7 @@ def _calls(count: int) -> list[dict[str, Any]]:
 
 
 def _after(opening: str, whole: str) -> str:
-    """The text of a conversation after its opening."""
+    """The rendered text of a conversation after the part that it shares with `opening`."""
     return whole[_same(opening, whole) :]
 
 
@@ -99,7 +102,7 @@ def _same(one: str, other: str) -> int:
 
 
 def _object(text: str, start: int) -> tuple[int, int, str] | None:
-    """The JSON of the first call: its start, its end, and the key of its arguments."""
+    """The position of the first tool call's JSON in a text: its start, its end, and the key of its arguments."""
     at = text.find("{", start)
     while at >= 0:
         try:
@@ -114,7 +117,7 @@ def _object(text: str, start: int) -> tuple[int, int, str] | None:
 
 
 def schema_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema of a tool's arguments, with the white space that `tojson` writes in templates."""
+    """The JSON schema of a tool's arguments, with the white space that `tojson` writes in chat templates."""
     schema = {"type": "object", **(tool["function"].get("parameters") or NO_ARGUMENTS)}
     return with_options(schema, None, item_separator=", ", key_separator=": ")
 
@@ -172,7 +175,7 @@ def tool_grammar(
 
 @dataclass
 class Call:
-    """A call that was read, perhaps incompletely."""
+    """A tool call that was parsed, perhaps incompletely."""
 
     name: str
     arguments: str = ""
@@ -181,7 +184,7 @@ class Call:
 
 @dataclass
 class Heard:
-    """The addition of one piece of an answer."""
+    """What one piece of an answer adds to the text and to the tool calls."""
 
     content: str = ""
     calls: list[tuple[int, Call | None, str]] = field(default_factory=list)
@@ -189,7 +192,7 @@ class Heard:
 
 
 class CallReader:
-    """Separates an answer's text from its calls while it is generated.
+    """Separates an answer's text from its tool calls while the answer is generated.
 
     Args:
         how: The notation.
@@ -205,7 +208,7 @@ class CallReader:
         self._depth, self._quoted, self._escaped, self._inside = 0, False, False, False
 
     def hear(self, text: str, last: bool = False) -> Heard:
-        """Process a piece of the answer; `last` marks the final one."""
+        """Process a piece of the answer; `last` marks the final piece."""
         self._rest += text
         heard = Heard()
         while self._rest and (self._argue(heard) if self._inside else self._listen(heard, last)):
@@ -218,11 +221,11 @@ class CallReader:
 
     @property
     def complete(self) -> bool:
-        """Whether there are calls, and the last one's arguments are complete."""
+        """Whether the answer has tool calls, and the arguments of the last one are complete."""
         return bool(self.calls) and not self._inside
 
     def _listen(self, heard: Heard, last: bool) -> bool:
-        """Text, or a call up to its arguments; returns whether there may be more to process."""
+        """Process text, or a tool call up to its arguments; returns whether there may be more to process."""
         rest, opening = self._rest, self._opening
         at = rest.find(opening) if opening else -1 if self.content or self.calls else 0
         if at >= 0:
@@ -247,7 +250,8 @@ class CallReader:
         return False
 
     def _argue(self, heard: Heard) -> bool:
-        """Arguments, up to the end of their JSON."""
+        """Process the arguments of a tool call, up to the end of their JSON; returns whether there may be more to
+        process."""
         for i, letter in enumerate(self._rest):
             if self._escaped:
                 self._escaped = False
@@ -274,7 +278,7 @@ class CallReader:
 
 
 def may_begin(text: str, strings: Sequence[str]) -> str:
-    """The longest end of a text with which one of these strings begins; the strings are sorted."""
+    """The longest suffix of a text that is a prefix of one of these strings; the strings are sorted."""
     # If any string begins with `end`, so does the first one that does not sort before `end`.
     ends = (text[-n:] for n in range(min(len(text), max(map(len, strings), default=0)), 0, -1))
     places = ((end, bisect_left(strings, end)) for end in ends)

@@ -33,7 +33,7 @@ STOPPED = {int(signal.SIGPROF): f"compiling it takes more than {SECONDS:.0f} s"}
 
 
 class GrammarError(SettingsError):
-    """A grammar that is invalid or too complex; `part` is the index of the part to blame, if one is."""
+    """Raised for a grammar that is invalid or too complex; `part` is the index of the part to blame, if one is."""
 
     def __init__(self, message: str, part: int | None = None) -> None:
         super().__init__(message)
@@ -41,12 +41,12 @@ class GrammarError(SettingsError):
 
 
 class LateError(GrammarError):
-    """A grammar that takes longer than its limit."""
+    """Raised for a grammar whose compilation takes longer than its limit."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """A grammar that compiles within the limits."""
+    """The result of a trial: a grammar that compiles within the limits."""
 
     grammar: str
     """In Lark's notation."""
@@ -55,7 +55,8 @@ class Tried:
 
 
 def attempt(words: object, grammar: str, parts: Sequence[str] = ()) -> str:
-    """A grammar in Lark's notation, if it compiles; a `GrammarError` names the first of its parts that does not."""
+    """Compile a grammar on trial and return it in Lark's notation; a `GrammarError` names the first of its parts that
+    does not compile."""
     try:
         text = lark_grammar(grammar)
         matcher_of(words, text)
@@ -70,7 +71,8 @@ def attempt(words: object, grammar: str, parts: Sequence[str] = ()) -> str:
 
 
 class GrammarTrial:
-    """The helper process, started with the first grammar and ended with this object or this process.
+    """A helper process that compiles grammars on trial; it starts with the first grammar and ends with this object or
+    this process.
 
     Args:
         vocabulary: The model's tokens.
@@ -138,7 +140,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def main() -> None:
-    """The helper process: a vocabulary, then grammars, each a line of JSON; a line of JSON answers each grammar."""
+    """The helper process's main function: it reads a vocabulary, then grammars, each a line of JSON, and answers each
+    grammar with a line of JSON."""
     with contextlib.suppress(OSError):
         os.nice(NICE)
     words = Vocabulary(**json.loads(sys.stdin.readline())).words()
@@ -154,7 +157,7 @@ def main() -> None:
 
 
 def _answer(words: object, asked: Mapping[str, object]) -> None:
-    """In the fork: compile under the limits, answer, and exit."""
+    """In the forked process: compile a grammar under the limits, print the answer, and exit."""
     before = _limited(float(asked["seconds"]))  # type: ignore[arg-type]
     try:
         answer: dict[str, object] = {"grammar": attempt(words, asked["grammar"], asked["parts"])}  # type: ignore[arg-type]

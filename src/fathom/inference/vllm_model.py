@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FathomForVllm(TransformersForCausalLM):
-    """Any mechanism whose trips do not read one another."""
+    """Fathom's model for vLLM, with any mechanism whose loop iterations do not read one another."""
 
     text_config: FathomConfig
 

@@ -14,7 +14,7 @@ from fathom.models import FathomForCausalLM  # the import registers the models w
 
 
 def register() -> None:
-    """Make Fathom's models known to transformers and so to vLLM. The entry point of `vllm.general_plugins`."""
+    """Register Fathom's models with transformers, and thereby with vLLM. The entry point of `vllm.general_plugins`."""
     # transformers replaces its own module during import, and vLLM's registry may hold the earlier one.
     registry = sys.modules.get("vllm.model_executor.models.registry")
     for module in (sys.modules["transformers"], getattr(registry, "transformers", None)):
