@@ -286,7 +286,7 @@ class ComparisonReport(Provenance):
 
     @property
     def compared(self) -> list[ArmResult]:
-        """Every arm other than the control that finished a seed."""
+        """The arms that have finished a seed, without the control."""
         return [arm for arm in self.arms if arm.difference is not None]
 
 

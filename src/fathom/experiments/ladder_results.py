@@ -253,7 +253,7 @@ class Phi:
 
 @dataclass(frozen=True)
 class Sooner:
-    """The control's FLOPs to solve a puzzle over an arm's, by pairs of seeds."""
+    """The ratio of the control's FLOPs to solve a puzzle to an arm's FLOPs, over pairs of runs with equal seeds."""
 
     median: tuple[float, float]
     """The median over the pairs lies between these."""

@@ -341,7 +341,7 @@ def _follow(parent: int) -> None:
 
 
 def tidy() -> None:
-    """Free memory and compiled code of a finished task."""
+    """Release the memory and the compiled code of a finished task."""
     gc.collect()
     torch.compiler.reset()
     if torch.cuda.is_available():

@@ -242,7 +242,7 @@ class Body(Strict):
     @field_validator("logit_bias", mode="before")
     @classmethod
     def _few(cls, given: object) -> object:
-        """Reject a long list at once, before each of its entries is validated."""
+        """Reject a `logit_bias` with too many entries, before each of its entries is validated."""
         if isinstance(given, dict) and len(given) > BIASES:
             raise PydanticCustomError("logit_bias", "1,024 tokens at most")
         return given

@@ -25,7 +25,7 @@ def default_memory(model: PreTrainedModel) -> int:
 
 
 def free_memory() -> int:
-    """Free bytes of this machine, or of the container if that is less."""
+    """Bytes of free memory on this machine, or in the container if that is less."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10

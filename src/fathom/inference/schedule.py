@@ -69,7 +69,7 @@ def yields(prompt: Pending) -> bool:
 
 
 def in_order(prompts: Iterable[P], first: bool = False) -> list[P]:
-    """Prompts in the order in which they are read; equal ones as they came.
+    """The prompts in the order in which they are read; prompts of equal rank are in order of arrival.
 
     Args:
         prompts: Prompts that wait.

@@ -34,7 +34,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 class AnswerWords:
-    """Tokens to text, whole characters at a time.
+    """Turns tokens into text, whole characters at a time.
 
     Each token is decoded behind those of the last words alone. Where bytes make no character, these are many: then the
     first, which say that their run is none, and the last stand for all of them.

@@ -172,7 +172,7 @@ def _answer(words: object, asked: Mapping[str, object]) -> None:
 
 
 def _limited(seconds: float) -> int:
-    """Limit this process; returns its peak memory in bytes."""
+    """Limit this process's memory and processor time; returns its peak memory in bytes."""
     import resource
 
     with contextlib.suppress(OSError, ValueError):  # where the system does not say or does not limit

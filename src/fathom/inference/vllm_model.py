@@ -1,6 +1,7 @@
-"""Fathom's decoder in vLLM: its transformers backend, with a layer of cache for every visit (one layer in one trip).
+"""Fathom's decoder for vLLM's transformers backend, with one cache layer per layer pass: a looped layer has one for
+each iteration.
 
-vLLM imports this file by the name that `vllm_plugin.py` registers; the module needs vLLM.
+This file is imported by vLLM, by the name that `vllm_plugin.py` registers; the module needs vLLM.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class FathomForVllm(TransformersForCausalLM):
 
 
 class _Head(nn.Module):
-    """Hidden states to logits with vLLM's own head."""
+    """Maps hidden states to logits with vLLM's own head."""
 
     def __init__(self, owner: FathomForVllm) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""More context in the same memory: constant-size caches, and training under compression.
+"""More context in the same memory: constant-size caches, and training under compression. For example:
 
 cache = build_cache(model, "freqkv", window=1024)
 model.generate(prompt, past_key_values=cache)

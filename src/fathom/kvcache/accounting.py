@@ -1,4 +1,4 @@
-"""Bytes of a cache from its tensors; the same measure for every transformers cache."""
+"""Measures the bytes of a cache from its tensors, in the same way for every transformers cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training under compression: the recursion as an attention function, for any model of transformers.
+"""Training under compression: the recursion that a compressed cache computes, as an attention function for any
+transformers model. The recursion is:
 
     group 0 = tokens 0 … N−1:     plain causal attention
     each next F tokens:           memory = compress(memory); attend to memory ++ group, causal at the bottom right
@@ -70,7 +71,8 @@ class Compression(AbstractContextManager["Compression"]):
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **kwargs: object
     ) -> Tensor:
-        """The recursion: queries `[B, H, T, D]`, keys and values `[B, H_kv, T, D]` to `[B, T, H, D]`."""
+        """The attention that a compressed cache would compute: queries `[B, H, T, D]`, keys and values `[B, H_kv, T,
+        D]` to `[B, T, H, D]`."""
         method, schedule = self.method, self.method.schedule
         if module.training and not torch.compiler.is_compiling():
             self._look_out_for_compressions(query.shape[2])
@@ -105,7 +107,8 @@ class Compression(AbstractContextManager["Compression"]):
     def _windowed(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, sees: int, **kwargs: object
     ) -> Tensor:
-        """A layer that sees the last `sees` tokens and keeps its own cache; in pieces, so no mask has T × T."""
+        """Attention of a sliding-window layer, which attends to the last `sees` tokens and keeps its own cache;
+        computed in pieces, so no mask is T × T."""
         outputs: list[Tensor] = []
         for start in range(0, query.shape[2], sees):
             stop, first = min(start + sees, query.shape[2]), max(0, start - sees + 1)
@@ -115,7 +118,8 @@ class Compression(AbstractContextManager["Compression"]):
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:
-        """Warn once if training never compresses, because the model is then not tuned for it."""
+        """Warn once if no training sequence is long enough to be compressed, because the model is then not tuned for
+        compression."""
         if self._longest > self.method.schedule.window:
             return
         self._longest, self._calls = max(self._longest, length), self._calls + 1

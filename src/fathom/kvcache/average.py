@@ -1,4 +1,5 @@
-"""Area-weighted means: the simplest low-pass filter, and the control that shows whether the DCT matters.
+"""Area-weighted means: the simplest low-pass filter, and the control that shows whether FreqKV's DCT matters. The
+matrix is:
 
 row i of C averages the interval [iM/L, (i+1)M/L), with fractions at its ends
 """
@@ -12,13 +13,13 @@ from .matrix import Fixed
 
 
 class Average(Fixed):
-    """Each new entry is the mean of M/L old ones."""
+    """Compression by averaging: each new entry is the mean of M/L old ones."""
 
     name = "average"
 
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of C, `[rows, M]`, in float64."""
+        """Rows `i` of the compression matrix C, `[rows, M]`, in float64."""
         width = compressed / kept
         start = i.double().unsqueeze(1) * width
         m = torch.arange(compressed, dtype=torch.float64)
@@ -26,7 +27,7 @@ class Average(Fixed):
         return overlap.clamp(min=0) / width
 
     def reduce(self, x: Tensor) -> Tensor:
-        """C x, computed from the few entries that each row of C reads, without building the matrix."""
+        """The product C x, computed from the few entries that each row of C reads, without building the matrix."""
         kept, compressed = self.schedule.kept, self.schedule.compressed
         # In units of 1/L, where all ends are whole numbers: row i covers [iM, (i + 1)M), entry m covers [mL, (m + 1)L).
         taps = -(-compressed // kept) + 1

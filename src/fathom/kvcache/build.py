@@ -31,12 +31,13 @@ NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
 
 
 def base(method: str) -> str:
-    """The method of a name such as `drop+int8`: what comes before the plus; the rest says how entries are stored."""
+    """The method in a name such as `drop+int8`, i.e. the part before the plus; the part after it says how entries are
+    stored."""
     return method.partition("+")[0]
 
 
 class UntunedWarning(UserWarning):
-    """A method that mixes entries was requested for a model that was not tuned under it."""
+    """Warns that a method that mixes entries was requested for a model that was not tuned under this method."""
 
 
 def build_cache(
@@ -94,7 +95,8 @@ def cache_of(
     quantized: str | None = None,
     static: bool = False,
 ) -> MemoryCache:
-    """An empty cache of a method; layers whose own window is smaller keep transformers' cache."""
+    """An empty cache of a method; layers with a sliding window smaller than the cache's window keep transformers'
+    cache."""
     if method.observed and model is None:
         raise ValueError(f"{method.name} looks at queries: give build_cache the model, not its configuration")
     if model is not None:
@@ -131,7 +133,8 @@ def cache_of(
 
 
 def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | None) -> None:
-    """Refuse what a static cache cannot do; the error names the reason."""
+    """Raise an error if a static cache cannot be used with this method, model or storage; the error names the
+    reason."""
     reasons = {
         f"{method.name} looks at queries, which a compiled graph does not show": method.observed > 0,
         f"quantized={quantized} stores entries in parts that grow": quantized is not None,
@@ -149,7 +152,7 @@ def refuse_static(method: Method, config: PreTrainedConfig, quantized: str | Non
 
 
 def untuned(config: PreTrainedConfig, method: Method) -> str | None:
-    """A warning if a method needs weights that were tuned under it, and this model's were not."""
+    """A warning if a method needs weights tuned under it and this model's were not; else None."""
     schedule = method.schedule
     was = getattr(config, "kvcache", None)
     if not method.needs_tuning or (was and _tuned_for(was) == (method.name, schedule)):

@@ -1,4 +1,4 @@
-"""The cache made of memories, and what it accepts: unbroken rows, padded on the left only."""
+"""The compressed cache of a model, one memory per layer; it accepts unbroken sequences, padded on the left only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .states import State
 # Called by the compiler itself: an error raised in traced code would only trigger a fallback to eager mode.
 @torch.compiler.assume_constant_result
 def refuse_compiling() -> None:
-    """RuntimeError: a cache that grows was met by the compiler."""
+    """Raise a `RuntimeError`, because a cache that grows was called under torch.compile."""
     raise RuntimeError(
         "a compressed cache that grows cannot run under torch.compile: its length is part of the program, so every "
         "token would compile again; build it with static=True, or run the model that was not compiled"
@@ -47,7 +47,7 @@ class MemoryCache(Cache):
 
     @property
     def memory(self) -> Memory:
-        """The first layer that is compressed; the others differ only in their entries."""
+        """The memory of the first compressed layer; the other compressed layers differ only in their entries."""
         return next(layer for layer in self.layers if isinstance(layer, Memory))
 
     @property
@@ -57,12 +57,12 @@ class MemoryCache(Cache):
 
     @property
     def seen(self) -> int:
-        """Tokens seen so far, padding included: the column of the next one."""
+        """The number of tokens seen so far, padding included, which is also the mask column of the next token."""
         return self.memory.seen
 
     @property
     def entries(self) -> int:
-        """Stored entries of a layer, at most the window."""
+        """The number of entries that a layer stores, at most the window."""
         return self.memory.entries
 
     @property
@@ -72,11 +72,11 @@ class MemoryCache(Cache):
 
     @property
     def pads(self) -> tuple[int, ...]:
-        """The padding to the left of each row; empty if no row has any."""
+        """The number of padding tokens to the left of each sequence; empty if no sequence has any."""
         return getattr(self.memory, "pads", ())
 
     def pad(self, pads: Sequence[int], method_for: Callable[[int], Method] | None = None) -> None:
-        """Prepare an empty cache for rows with padding on their left.
+        """Prepare an empty cache for sequences with padding on their left.
 
         Args:
             pads: The padding of each row, in tokens.
@@ -85,14 +85,14 @@ class MemoryCache(Cache):
         self.layers = [Padded(layer, pads, method_for) if isinstance(layer, Memory) else layer for layer in self.layers]
 
     def reset(self) -> None:
-        """Forget all entries, and the padding."""
+        """Delete all entries, and forget the padding."""
         self.layers = [layer.empty if isinstance(layer, Padded) else layer for layer in self.layers]
         super().reset()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """See transformers' `Cache.update`; refused if no hook checks the mask."""
+        """See transformers' `Cache.update`; raises an error if no hook checks the attention mask."""
         if not self.watched:
             raise RuntimeError(
                 "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
@@ -104,7 +104,7 @@ class MemoryCache(Cache):
 
     @property
     def states(self) -> Cache:
-        """The states, under the indices of their layers, as a cache of their own."""
+        """The recurrent states as a separate cache, under the indices of their layers."""
         return Cache(layers=[layer.state if isinstance(layer, Memory) else layer for layer in self.layers])
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -130,7 +130,7 @@ class MemoryCache(Cache):
         return self.states.has_previous_state(layer_idx, state_idx)
 
     def cuts(self, length: int) -> list[int]:
-        """Lengths of the chunks into which the next `length` tokens are split."""
+        """The lengths of the chunks into which the next `length` tokens are split."""
         cuts = self.memory.cuts(length)
         if not self.method.rope.by_token:
             return cuts
@@ -138,12 +138,14 @@ class MemoryCache(Cache):
         return whole + [1] * (length - sum(whole))
 
     def make_room(self, length: int) -> None:
-        """Prepare for the next `length` tokens; growing memories do so when they are written."""
+        """Prepare for the next `length` tokens; only static memories need this, since growing memories make room when
+        tokens are written."""
         if torch.compiler.is_compiling():
             refuse_compiling()
 
     def admit(self, attention_mask: object) -> None:
-        """Learn the padding from the mask of the first pass, `[B, seen + q]`, and refuse any other than on the left."""
+        """Read the padding from the attention mask `[B, seen + q]` of the first pass, and refuse padding anywhere but
+        on the left."""
         if attention_mask is None:
             return
         real = real_tokens(attention_mask)
@@ -159,7 +161,7 @@ class MemoryCache(Cache):
         padded_left(real, self.pads)
 
     def continues(self, positions: Tensor | None, length: int) -> Tensor:
-        """The true positions of the next tokens, `[B, length]`, negative in padding.
+        """The positions of the next tokens in their sequences, `[B, length]`, negative in padding.
 
         Those given, `[B, length]`, must follow the tokens seen; a constant offset is allowed.
         """
@@ -181,19 +183,20 @@ class MemoryCache(Cache):
         return places + self.offset
 
     def mask(self, length: int) -> Tensor:
-        """The mask of the next tokens in a left-padded batch, `[B, seen + length]`: each row sees its last entries."""
+        """The attention mask for the next tokens in a left-padded batch, `[B, seen + length]`: each sequence sees its
+        stored entries, which are the last columns."""
         assert isinstance(self.memory, Padded)
         end = self.seen + length
         return torch.arange(end) >= end - torch.tensor(self.memory.lengths(length)).unsqueeze(1)
 
     def activate_past_recording(self) -> None:
-        """NotImplementedError where assisted decoding would take back what cannot be."""
+        """Raise `NotImplementedError` if assisted decoding would have to undo tokens that the cache cannot undo."""
         if any(isinstance(layer, State) for layer in self.layers):
             raise NotImplementedError(GUESSES)
         super().activate_past_recording()
 
     def branch(self) -> MemoryCache:
-        """An independent continuation of this cache: one context, read once, for any number of questions.
+        """An independent copy of this cache to continue from: one context, read once, serves any number of questions.
 
         Nothing is copied: both share their tensors until each reads tokens of its own.
         """
@@ -204,7 +207,8 @@ class MemoryCache(Cache):
         return new
 
     def take_over(self, own: Cache) -> None:
-        """Turn a caller's own empty cache into this one, so that the caller holds what is read."""
+        """Turn the caller's own empty cache object into this cache, so that the caller holds the entries that are
+        read."""
         own.__class__, own.__dict__ = type(self), vars(self)
 
     def memory_bytes(self) -> int:

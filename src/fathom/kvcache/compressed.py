@@ -1,4 +1,4 @@
-"""Compressing prompts without any other change to the caller's code.
+"""Compresses prompts without any other change to the caller's code. For example:
 
     with compressed(model, "tova", ratio=0.5):
         model.generate(ids)
@@ -41,7 +41,7 @@ _OPEN: WeakSet[nn.Module] = WeakSet()
 
 
 class NothingCompressedWarning(UserWarning):
-    """A prompt stays whole, because its share has no room for more than the sinks."""
+    """Warns that a prompt stays uncompressed, because its share of entries has no room for more than the sinks."""
 
 
 @contextmanager
@@ -148,7 +148,7 @@ def compressed(
 
 
 def found(method: str | type[Method], quantized: str | None) -> tuple[type[Method], str | None]:
-    """The class of a method, and how its entries are stored."""
+    """The class of a method, and the way in which its entries are stored, from a name or a class."""
     if isinstance(method, type) and issubclass(method, Method):
         return method, quantized
     if not isinstance(method, str):
@@ -164,7 +164,7 @@ def found(method: str | type[Method], quantized: str | None) -> tuple[type[Metho
 def refuse_block(
     decoder: nn.Module, ratio: float, sinks: int, window: int | None, while_decoding: bool, kept: bool
 ) -> None:
-    """Refuse a block within another one, and invalid values before the first prompt."""
+    """Refuse a block nested in another one, and invalid values, before the first prompt is read."""
     Schedule.at(1 << 20, sinks, ratio)
     if decoder in _OPEN:
         raise ValueError(
@@ -178,7 +178,7 @@ def refuse_block(
 
 @contextmanager
 def noted(decoder: nn.Module) -> Iterator[None]:
-    """Note that a decoder's prompts are being compressed."""
+    """Record, within the block, that a decoder's prompts are being compressed."""
     _OPEN.add(decoder)
     try:
         yield
@@ -187,7 +187,7 @@ def noted(decoder: nn.Module) -> Iterator[None]:
 
 
 def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
-    """Refuse what would leave a prompt uncompressed within the block."""
+    """Refuse calls within the block that would leave a prompt uncompressed."""
     if own is None and training:
         raise ValueError("compressed: the model is in training mode: call model.eval(), or use compress_in_training")
     if own is None and not use_cache:
@@ -208,7 +208,7 @@ def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
 
 
 class Asked(threading.local):
-    """What `model.generate` was asked for, in each thread that calls it."""
+    """The prompt of the running `model.generate` call, for each thread separately."""
 
     tokens = 0
     """The length of its prompt; 0 outside it."""
@@ -216,13 +216,14 @@ class Asked(threading.local):
     """Whether its first pass has guesses behind the prompt."""
 
     def prompt(self, read: int) -> int:
-        """The prompt's length, of which a first pass reads so many tokens: fewer if it comes in chunks."""
+        """The prompt's length, given that the first forward pass reads `read` tokens, which are fewer if the prompt
+        comes in chunks."""
         return self.tokens if self.assisted else max(self.tokens, read)
 
 
 @contextmanager
 def prompts_of(model: PreTrainedModel) -> Iterator[Asked]:
-    """What `model.generate` is asked for now."""
+    """Record the prompt length of each `model.generate` call within the block."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     asked = Asked()
     if not hasattr(base, "generate"):

@@ -13,7 +13,7 @@ from .method import Held, Method
 
 
 class Drop(Method):
-    """Sinks and the last L entries."""
+    """Keeps the sinks and the last L entries, and drops the others."""
 
     name = "drop"
 

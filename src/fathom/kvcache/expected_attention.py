@@ -1,4 +1,5 @@
-"""Expected attention (arXiv 2510.00636): keep what future queries will attend to if they resemble past ones.
+"""Expected attention (arXiv 2510.00636): keep the entries that future queries will attend to if those resemble past
+queries. The score is:
 
     score = softmax(k · R̄μ + ½ kᵀ R̄ΣR̄ᵀ k) · ‖v‖     mean over the queries that share a key head
 
@@ -21,7 +22,7 @@ from .schedule import Schedule
 
 
 class ExpectedAttention(Selection):
-    """The entries with the highest expected attention in the next `future` positions."""
+    """Keeps the entries with the highest expected attention from queries at the next `future` positions."""
 
     name = "expected_attention"
     observed = 1
@@ -33,7 +34,7 @@ class ExpectedAttention(Selection):
             raise ValueError(f"future must be at least 1, got {future}")
 
     def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
-        """Σ [q; 1][q; 1]ᵀ, `[B, H, D + 1, D + 1]`."""
+        """The running sum of the queries' outer products Σ [q; 1][q; 1]ᵀ, `[B, H, D + 1, D + 1]`."""
         bare = rotation.turn(widen(queries), -start, -1)[:, :, max(0, self.schedule.sinks - start) :]
         bare = F.pad(bare, (0, 1), value=1.0)
         sums = bare.mT @ bare

@@ -27,7 +27,8 @@ FFT_FROM = 512
 
 
 class FreqKV(Fixed):
-    """The lowest L of M frequencies. `transform`: `matrix` (built once), `fft`, or the faster of both (`auto`)."""
+    """Keeps the lowest L of M frequencies of the entries. `transform`: `matrix` (built once), `fft`, or the faster of
+    both (`auto`)."""
 
     name = "freqkv"
 
@@ -40,7 +41,7 @@ class FreqKV(Fixed):
 
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of C, `[rows, M]`, in float64."""
+        """Rows `i` of the compression matrix C, `[rows, M]`, in float64."""
         # α and β are a and b in units of π / 2LM. a and b are integers, so their difference is exact, and so is the
         # quotient if numerator and denominator are small.
         unit = math.pi / (4 * kept * compressed)  # of α / 2 and β / 2
@@ -63,7 +64,7 @@ class FreqKV(Fixed):
         return inverse_dct(self.spectrum(x)) * self.factor
 
     def spectrum(self, x: Tensor) -> Tensor:
-        """The coefficients that are kept, `[B, H_kv, L, D]`."""
+        """The DCT coefficients of the lowest frequencies, `[B, H_kv, L, D]`."""
         return dct(x, self.schedule.kept)
 
     @property
@@ -73,7 +74,8 @@ class FreqKV(Fixed):
 
 
 def dct_matrix(n: int, rows: int | None = None) -> Tensor:
-    """D, `[n, n]` or its first rows: D_tm = a_t cos(π t (2m + 1) / 2n), a_0 = √(1/n), a_t = √(2/n), in float64."""
+    """The DCT matrix D, `[n, n]` or its first rows: D_tm = a_t cos(π t (2m + 1) / 2n), a_0 = √(1/n), a_t = √(2/n), in
+    float64."""
     t = torch.arange(n if rows is None else rows, dtype=torch.float64).unsqueeze(1)
     m = torch.arange(n, dtype=torch.float64)
     d = math.sqrt(2 / n) * torch.cos(torch.pi / (2 * n) * (t * (2 * m + 1) % (4 * n)))
@@ -82,7 +84,8 @@ def dct_matrix(n: int, rows: int | None = None) -> Tensor:
 
 
 def dct(x: Tensor, rows: int | None = None) -> Tensor:
-    """D x along the last but one dimension, or its first rows: a real FFT of even entries up, then odd ones down."""
+    """The DCT D x along the second-to-last dimension, or its first rows: a real FFT of the even entries ascending, then
+    the odd ones descending."""
     n = x.shape[-2]
     rows = n if rows is None else rows
     x = x.mT
@@ -97,7 +100,7 @@ def dct(x: Tensor, rows: int | None = None) -> Tensor:
 
 
 def inverse_dct(y: Tensor) -> Tensor:
-    """Dᵀ y along the last but one dimension."""
+    """The inverse DCT Dᵀ y along the second-to-last dimension."""
     n = y.shape[-2]
     y, half = y.mT, n // 2 + 1
     mirrored = torch.cat([torch.zeros_like(y[..., :1]), y.flip(-1)[..., : half - 1]], dim=-1)
@@ -110,7 +113,7 @@ def inverse_dct(y: Tensor) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _turn(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """a_t exp(−iπt / 2n) for every coefficient t, with the DCT's norm a_t."""
+    """The factors a_t exp(−iπt / 2n) for every DCT coefficient t, where a_t is the DCT's norm."""
     with torch.inference_mode(False):  # training may use it later
         angle = -torch.pi / (2 * n) * torch.arange(n, dtype=dtype, device=device)
         norm = torch.full((n,), math.sqrt(2 / n), dtype=dtype, device=device)
@@ -120,7 +123,7 @@ def _turn(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _back(n: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """exp(iπt / 2n) / a_t, for the first half of the coefficients."""
+    """The factors exp(iπt / 2n) / a_t of the inverse DCT, for the first half of the coefficients."""
     with torch.inference_mode(False):
         turn = _turn(n, dtype, device)[: n // 2 + 1]
         back = turn.conj() / turn.abs() * math.sqrt(n / 2)

@@ -1,4 +1,4 @@
-"""FreqKV's ablations in its own paper: three methods, each without one of its choices.
+"""The ablations of the FreqKV paper: three methods, each of which differs from `freqkv` in one choice. The methods are:
 
     freqkv_high         D_Lᵀ D_M[M − L:] √(L/M)     keep the highest frequencies
     freqkv_unscaled     D_Lᵀ D_M[:L]                no factor √(L/M): every compression amplifies a constant by √(M/L)
@@ -19,13 +19,13 @@ from .method import Held
 
 
 class HighBand(FreqKV):
-    """The highest L of M frequencies instead of the lowest."""
+    """Keeps the highest L of M frequencies instead of the lowest."""
 
     name = "freqkv_high"
 
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of the product, `[rows, M]`, in float64."""
+        """Rows `i` of the compression matrix, `[rows, M]`, in float64."""
         return math.sqrt(kept / compressed) * dct_matrix(kept)[:, i].T @ dct_matrix(compressed)[-kept:]
 
     def spectrum(self, x: Tensor) -> Tensor:
@@ -34,13 +34,13 @@ class HighBand(FreqKV):
 
 
 class Unscaled(FreqKV):
-    """`freqkv` without the factor that makes a constant signal a fixed point."""
+    """`freqkv` without the factor √(L/M), which keeps a constant signal unchanged."""
 
     name = "freqkv_unscaled"
 
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of the product, `[rows, M]`, in float64."""
+        """Rows `i` of the compression matrix, `[rows, M]`, in float64."""
         return math.sqrt(compressed / kept) * FreqKV.rows(i, kept, compressed)
 
     @property
@@ -55,7 +55,7 @@ class AfterRope(FreqKV):
     name = "freqkv_after_rope"
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """Mix keys as they are rotated, and values with the same matrix."""
+        """Mix keys without undoing their rotation, and mix values with the same matrix."""
         sinks, rotation = self.schedule.sinks, self.rotation(held)
         keys = rotation.turn(self.reduce(held.keys[:, :, sinks:]), self.schedule.freed, 0)
         return keys, self.reduce(held.values[:, :, sinks:])

@@ -1,4 +1,4 @@
-"""Keep the keys with the smallest norm, which tend to receive most attention (arXiv 2406.11430).
+"""Keeps the keys with the smallest norm, which tend to receive the most attention (arXiv 2406.11430).
 
 Keys that are RMS-normed before storage (Qwen3, Gemma 3, Fathom) differ little in norm, so expect weaker results there.
 """

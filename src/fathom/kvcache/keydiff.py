@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv 2504.15364): keep the keys that are least like the mean key.
+"""KeyDiff (arXiv 2504.15364): keep the keys that are least similar to the mean key. The score is:
 
 score = −cos(k, mean of k/‖k‖)         the mean over all N entries
 """

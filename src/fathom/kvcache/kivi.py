@@ -1,4 +1,4 @@
-"""Entries as whole numbers of 8 or 4 bits after KIVI (arXiv 2402.02750), in plain torch.
+"""Stores entries as integers of 8 or 4 bits after KIVI (arXiv 2402.02750), in plain torch. The code is:
 
     code = round((x − least) / step),     step = (most − least) / (2^bits − 1)
 
@@ -26,7 +26,7 @@ Packed = tuple[Tensor, Tensor, Tensor]
 
 
 def pack(x: Tensor, bits: int, dim: int) -> Packed:
-    """`[B, H, n, D]` as codes of `bits`, in groups along `dim`; two codes of 4 bits share a byte."""
+    """Quantise `[B, H, n, D]` to codes of `bits`, in groups along `dim`; two codes of 4 bits share a byte."""
     groups = x.float().unflatten(dim, (-1, gcd(GROUP, x.shape[dim])))
     least, most = groups.aminmax(dim=dim + 1, keepdim=True)
     least = least.half()  # the step below is that of `most` as it is, so numbers that were packed get the same codes
@@ -47,7 +47,7 @@ def unpack(packed: Packed, bits: int, dim: int, dtype: torch.dtype) -> Tensor:
 
 
 class Kivi(DynamicLayer):
-    """Keys and values of one layer; `update` returns all of them in the dtype that came."""
+    """The keys and values of one layer, quantised; `update` returns all of them in the dtype of the new ones."""
 
     bits: ClassVar[int]
     is_compileable = False
@@ -70,7 +70,7 @@ class Kivi(DynamicLayer):
         dtype: torch.dtype | None = None,
         **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
-        """Append `[B, H_kv, q, D]`; what attention reads now was not rounded if it is new.
+        """Append keys and values `[B, H_kv, q, D]`; returns all entries, of which the new ones are not rounded yet.
 
         Keys may come in float32, so that numbers that were packed before get the same codes; what stays unpacked is in
         the values' dtype. `dtype` is that of the keys to return.
@@ -112,7 +112,7 @@ class Kivi(DynamicLayer):
             self.packed = tuple(tuple(map(change, one)) for one in self.packed)  # type: ignore[assignment]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i becomes row `beam_idx[i]`."""
+        """For beam search: sequence i of the batch is replaced by sequence `beam_idx[i]`."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -124,7 +124,7 @@ class Kivi(DynamicLayer):
         self._each(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, max_length: int) -> None:
-        """ModelError: codes belong to groups of entries."""
+        """Raise `NotImplementedError` if entries are to be removed: quantised codes belong to groups of entries."""
         if max_length:
             raise NotImplementedError("entries in whole numbers cannot be taken back one by one: use method 'full'")
 

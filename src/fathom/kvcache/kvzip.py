@@ -1,4 +1,4 @@
-"""KVzip (arXiv 2505.23416): keep the entries by which a model reconstructs its context.
+"""KVzip (arXiv 2505.23416): keep the entries by which a model reconstructs its context. The score is:
 
     score = max over queries and over the heads that share a key head of  softmax(q · [k_sinks, k_chunk, k_input])
 
@@ -32,7 +32,7 @@ CHUNK = 2048
 
 
 class KVzip(Selection):
-    """The entries with the highest reconstruction scores, which `reconstruct` brings in place of queries."""
+    """Keeps the entries with the highest reconstruction scores, which `reconstruct` passes in the place of queries."""
 
     name, by_name = "kvzip", False
 
@@ -44,7 +44,7 @@ class KVzip(Selection):
 
 
 class Reader(DynamicLayer):
-    """The full cache of a layer that notes how much a repeated chunk attends to its first entries."""
+    """An uncompressed layer cache that records how much a repeated chunk attends to the chunk's original entries."""
 
     keys: Tensor
     values: Tensor
@@ -57,14 +57,14 @@ class Reader(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values; see observe.py."""
+        """Append keys and values, and return all of them with a reference to this layer (see observe.py)."""
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         keys = keys.view_as(keys)
         keys.memory = self
         return keys, values
 
     def observe(self, queries: Tensor, module: nn.Module) -> None:
-        """Note the attention of queries `[B, H, q, D]`, rotated and scaled."""
+        """Record the attention weights of queries `[B, H, q, D]`, rotated and scaled."""
         if self.repeated is None:
             self.scores = self.values.new_zeros(self.values.shape[:3], dtype=torch.float32)
             return
@@ -89,7 +89,8 @@ def reconstruct(
     sinks: int = SINKS,
     chunk: int = CHUNK,
 ) -> MemoryCache:
-    """A compressed cache of a context, for any questions: the entries that the model needs to repeat it.
+    """Make a compressed cache of a context for any questions: it keeps the entries that the model needs to repeat the
+    context. For example:
 
         request = tokenizer("\\n\\nRepeat the previous context exactly.", return_tensors="pt").input_ids
         cache = reconstruct(model, ids, request)

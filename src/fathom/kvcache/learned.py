@@ -17,7 +17,7 @@ from .schedule import Schedule
 
 
 class Learned(Linear, nn.Module):
-    """The matrix C as a parameter."""
+    """A compression method whose matrix C is a trainable parameter."""
 
     name = "learned"
     by_name = False

@@ -1,4 +1,4 @@
-"""Matrices that depend only on the schedule, built once per dtype and device and shared by all caches."""
+"""Compression matrices that depend only on the schedule, built once per dtype and device and shared by all caches."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ BLOCK = 1 << 18
 
 
 class Fixed(Linear):
-    """A matrix that depends only on the schedule."""
+    """A linear compression whose matrix depends only on the schedule."""
 
     @staticmethod
     @abstractmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
-        """The rows `i` of C, `[rows, M]`, in float64."""
+        """Rows `i` of the compression matrix C, `[rows, M]`, in float64."""
 
     @classmethod
     def build(cls, kept: int, compressed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """C, `[L, M]`. A few rows at a time are computed in float64, so that little more memory than C is needed."""
+        """Build the compression matrix C, `[L, M]`. A few rows at a time are computed in float64, so that little more
+        memory than C is needed."""
         c = torch.empty(kept, compressed, dtype=dtype)
         for i in torch.arange(kept).split(max(1, BLOCK // compressed)):
             c[i[0] : i[-1] + 1] = cls.rows(i, kept, compressed)
         return c
 
     def matrix(self, like: Tensor) -> Tensor:
-        """C, `[L, M]`, in the dtype and on the device of `like`."""
+        """The compression matrix C, `[L, M]`, in the dtype and on the device of `like`."""
         kept, compressed = self.schedule.kept, self.schedule.compressed
         key = (self.build, kept, compressed, like.dtype, like.device)
         if key not in _MATRICES:

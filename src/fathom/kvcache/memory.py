@@ -1,4 +1,4 @@
-"""The cache layer of every method.
+"""The cache layer that all compression methods share.
 
 Keys have *virtual absolute* positions: with T tokens seen and p entries held, entry s has position s + T − p. For new
 keys this is the true position, by which the model rotated them. So models and `generate` need no change, and distances
@@ -33,7 +33,7 @@ GUESSES = (
 
 
 class Memory(CacheLayerMixin):
-    """Keys and values of one layer: at most N entries for any number of tokens seen."""
+    """The keys and values of one layer: at most N entries, however many tokens were seen."""
 
     is_sliding = False
     bares = True
@@ -49,7 +49,8 @@ class Memory(CacheLayerMixin):
         self._forget()
 
     def __getattr__(self, name: str) -> Any:
-        """What only the state has: before 5.21 transformers' Falcon-H1 takes its tensors from the layer itself."""
+        """Look up attributes that only the recurrent state has: before 5.21, transformers' Falcon-H1 takes its state
+        tensors from the layer itself."""
         state = self.__dict__.get("state")
         if state is not None and not name.startswith("__"):
             return getattr(state, name)
@@ -62,7 +63,7 @@ class Memory(CacheLayerMixin):
 
     @property
     def entries(self) -> int:
-        """Stored entries, at most the window."""
+        """The number of stored entries, at most the window."""
         return self.schedule.entries(self.seen)
 
     @property
@@ -71,7 +72,7 @@ class Memory(CacheLayerMixin):
         return self.schedule.compressions(self.seen)
 
     def cuts(self, length: int) -> list[int]:
-        """Lengths of the chunks into which the next `length` tokens are split.
+        """The lengths of the chunks into which the next `length` tokens are split.
 
         None crosses a compression, and no mask is large: a first chunk needs none, later ones have few tokens.
         """
@@ -83,7 +84,7 @@ class Memory(CacheLayerMixin):
 
     @property
     def rotation(self) -> Still:
-        """How this layer rotates keys."""
+        """The rotation of this layer's keys."""
         return self.method.rope.plan[self.layer]
 
     def _forget(self) -> None:
@@ -100,7 +101,7 @@ class Memory(CacheLayerMixin):
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Number of tokens seen, which is the position of the next one."""
+        """The number of tokens seen, which is also the position of the next token."""
         return self.seen
 
     def get_max_length(self) -> int:
@@ -108,19 +109,21 @@ class Memory(CacheLayerMixin):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will return for a query of this length, and the position of the first one."""
+        """The number of keys that `update` will return for `query_length` new tokens, and the position of the first
+        key."""
         self.schedule.fit(self.seen, query_length)
         held = self.found(query_length)
         return held + query_length, self.seen - held
 
     def found(self, query_length: int) -> int:
-        """Entries that the next tokens find."""
+        """The number of entries that are stored when the next tokens arrive, after any compression that they cause."""
         return self.schedule.survivors if self._is_due(query_length) else self.entries
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Compress if it is due, append rotated keys and values `[B, H_kv, q, D]`, and return all of them.
+        """Compress if compression is due, append rotated keys and values `[B, H_kv, q, D]`, and return all keys and
+        values.
 
         With an eager schedule, N entries are returned for attention to read, and what is stored is compressed.
         """
@@ -141,7 +144,7 @@ class Memory(CacheLayerMixin):
         return keys, values
 
     def _admit(self, keys: Tensor, values: Tensor) -> None:
-        """Start with the first tokens, and refuse another number of rows than they had."""
+        """Initialise with the first tokens, and refuse another batch size afterwards."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
         if len(keys) != len(self.keys):
@@ -151,7 +154,8 @@ class Memory(CacheLayerMixin):
             )
 
     def take(self, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Compress a whole prompt that was read elsewhere: keys, values, and what the method needs of the queries."""
+        """Compress a whole prompt that was read into another cache, given its keys and values and what the method needs
+        of its queries."""
         self.lazy_initialization(keys, values)
         self.seen, self.queries = keys.shape[2], queries
         self.full = self.schedule.eager
@@ -159,7 +163,8 @@ class Memory(CacheLayerMixin):
         self._compress()
 
     def observe(self, queries: Tensor, module: nn.Module | None = None) -> None:
-        """Show the method the queries `[B, H, q, D]` of the last tokens, and their layer, if it needs them."""
+        """Pass the queries `[B, H, q, D]` of the last tokens, and their attention module, to the method if it needs
+        them."""
         if self.schedule.ended(self.seen) and not self.full:
             return
         start = (self.schedule.window if self.full else self.entries) - queries.shape[2]
@@ -172,7 +177,7 @@ class Memory(CacheLayerMixin):
 
     @property
     def wears(self) -> bool:
-        """Whether keys would wear down by the rotations of the compressions to come."""
+        """Whether keys in half precision would lose accuracy by being rotated again at each further compression."""
         rotates = self.bares and self.method.moves and isinstance(self.rotation, Turn) and self.dtype.itemsize <= 2
         return rotates and not self.schedule.ended(self.seen)
 
@@ -195,7 +200,8 @@ class Memory(CacheLayerMixin):
         return self._rotated(self.dtype), self.values
 
     def _rotated(self, dtype: torch.dtype) -> Tensor:
-        """The keys as attention sees them, `[B, H_kv, p, D]`; those that a compression left are stored unrotated."""
+        """The keys rotated as attention sees them, `[B, H_kv, p, D]`; keys that survived a compression are stored
+        unrotated."""
         if not self.bare:
             return self.keys
         keys, left = self.keys.to(dtype), self.schedule.survivors
@@ -221,7 +227,7 @@ class Memory(CacheLayerMixin):
         self._forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i becomes row `beam_idx[i]`."""
+        """For beam search: sequence i of the batch is replaced by sequence `beam_idx[i]`."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -243,22 +249,24 @@ class Memory(CacheLayerMixin):
 
     @property
     def adds(self) -> bool:
-        """Whether tokens after the prompt are only added, so that they can be taken back."""
+        """Whether tokens after the prompt are stored uncompressed, so that they can be removed again."""
         return type(self) is Memory and self.state is None and isinstance(self.schedule, Once)
 
     @property
     def prompt(self) -> int | float:
-        """Tokens after which no compression follows: infinity in a cache that is compressed again and again."""
+        """The number of tokens after which no compression follows: infinity in a cache that is compressed again and
+        again."""
         if not isinstance(self.schedule, Once):
             return math.inf
         return 0 if self.schedule.window == UNTOUCHED else self.schedule.window
 
     def gives_back(self, count: int) -> bool:
-        """Whether the last `count` tokens can be taken back: no compression has seen them."""
+        """Whether the last `count` tokens can be removed, because no compression has read them."""
         return self.adds and self.seen - count >= self.prompt
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens, if they came after a prompt that is compressed once; their number is negative."""
+        """Remove the last tokens, which is possible after a prompt that is compressed once; `tokens_to_remove` is
+        negative."""
         if tokens_to_remove > 0:  # once a cache's new length: taking it for a number of tokens would lose others
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back, negative")
         count = -tokens_to_remove
@@ -274,12 +282,13 @@ class Memory(CacheLayerMixin):
         self.keys, self.values, self.seen = self.keys[:, :, :-count], self.values[:, :, :-count], self.seen - count
 
     def activate_past_recording(self) -> None:
-        """NotImplementedError where assisted decoding would take back what cannot be."""
+        """Raise `NotImplementedError` if assisted decoding would have to undo tokens that the cache cannot undo."""
         if not self.adds:
             raise NotImplementedError(GUESSES)
 
     def branch(self) -> Memory:
-        """An independent continuation of this memory. Tensors are shared, because none is changed in place."""
+        """An independent copy of this memory, to continue from. Tensors are shared, because none is changed in
+        place."""
         new = copy.copy(self)
         new.state = None if self.state is None else self.state.branch()
         return new

@@ -1,4 +1,4 @@
-"""Compression methods: a rule that turns M entries into L, the same for keys and values.
+"""Compression methods: a rule that turns M entries into L, the same for keys and values. A compression does:
 
     [k₁ … k_N], [v₁ … v_N]  →  the S sinks unchanged, condense(the other M)  →  S + L entries
 
@@ -30,7 +30,7 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class Held:
-    """A layer's full memory, which a method compresses."""
+    """The full memory of a layer, as input of a compression method."""
 
     keys: Tensor
     """Keys `[B, H_kv, N, D]`, rotated as attention sees them."""
@@ -64,7 +64,7 @@ class Held:
 
 
 class Method(ABC):
-    """One compression rule with its schedule, shared by all layers, which must not change it."""
+    """A compression rule with its schedule; all layers share the object and must not change it."""
 
     name: ClassVar[str]
     by_name: ClassVar[bool] = True
@@ -92,38 +92,39 @@ class Method(ABC):
 
     @classmethod
     def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
-        """The method's schedule for the user's settings."""
+        """The compression schedule that follows from the user's settings."""
         return Schedule.at(window, sinks, ratio, kept)
 
     @classmethod
     def left(cls, length: int, ratio: float) -> int:
-        """The entries that `ratio` leaves of a prompt."""
+        """The number of entries that `ratio` leaves of a prompt of `length` tokens."""
         return share(length, ratio)
 
     @classmethod
     def for_prompt(
         cls, kind: type[Schedule], length: int, sinks: int, ratio: float, rope: Rope, **options: object
     ) -> Method:
-        """The method for a prompt of `length` tokens; its window is out of reach if no token would go."""
+        """The method with a schedule for a prompt of `length` tokens; it never compresses if the prompt would lose no
+        token."""
         left = cls.left(length, ratio)
         if not sinks < left < length:
             return cls(kind.at(UNTOUCHED, sinks, ratio), rope, **options)
         return cls(kind(length, sinks, left - sinks), rope, **options)
 
     def for_layer(self, layer: int, layers: int) -> Method:
-        """The method of one of the layers that are compressed; by default the same for all."""
+        """The method for one of the compressed layers; by default all layers have the same."""
         return self
 
     def moved(self, compressions: int) -> int:
-        """The positions by which so many compressions move the sinks."""
+        """The number of positions by which `compressions` compressions move the sinks."""
         return self.schedule.freed * compressions if self.moves else 0
 
     def rotation(self, held: Held) -> Still:
-        """How the layer rotates its keys."""
+        """The rotation of the layer's keys."""
         return self.rope.plan[0] if held.rotation is None else held.rotation
 
     def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
-        """The state to keep of queries for the next compression; here, the last `observed` ones.
+        """What to store of the queries for the next compression; by default, the last `observed` queries.
 
         Args:
             known: The state since the last compression; None at first.
@@ -136,11 +137,11 @@ class Method(ABC):
 
     @abstractmethod
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """The L entries that replace the M others, `[B, H_kv, L, D]`: keys rotated to S + F, S + F + 1, …, and
-        values."""
+        """The L entries that replace the M entries behind the sinks, `[B, H_kv, L, D]`: keys rotated to positions S +
+        F, S + F + 1, …, and values."""
 
     def compress(self, held: Held, first: Tensor, compressions: int) -> tuple[Tensor, Tensor]:
-        """One compression: keys and values of S + L entries, `[B, H_kv, S + L, D]`.
+        """Compress a full memory once: returns keys and values of S + L entries, `[B, H_kv, S + L, D]`.
 
         Args:
             held: The full memory.
@@ -159,16 +160,17 @@ class Method(ABC):
 
 
 class Linear(Method):
-    """rest = C · rest, one matrix for every head and channel."""
+    """A linear method: the entries behind the sinks are multiplied by one matrix C, the same for every head and
+    channel."""
 
     needs_tuning = True
 
     @abstractmethod
     def reduce(self, x: Tensor) -> Tensor:
-        """C x, `[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
+        """The product C x, from `[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """Mix keys at position 0 and values with the same matrix."""
+        """Mix keys, rotated back to position 0, and values with the same matrix."""
         sinks, rotation = self.schedule.sinks, self.rotation(held)
         bare = rotation.turn(held.keys, 0, -1)[:, :, sinks:]
         keys = rotation.turn(self.reduce(bare), sinks + self.schedule.freed)
@@ -180,17 +182,18 @@ NEAR = 2e-6
 
 
 class Selection(Method):
-    """The L entries with the highest scores, per head, in their order; the earlier of equal ones.
+    """Keeps the L entries with the highest scores, for each head separately, in their order; of equal scores, the
+    earlier entry.
 
     A score of inf protects an entry. If more than L are protected, the latest stay.
     """
 
     @abstractmethod
     def scores(self, held: Held) -> Tensor:
-        """Scores `[B, H_kv, N]`; those of the sinks are ignored."""
+        """The scores `[B, H_kv, N]` by which entries are kept; scores of the sinks are ignored."""
 
     def condense(self, held: Held) -> tuple[Tensor, Tensor]:
-        """The selected entries, moved to their new positions if they move."""
+        """The selected entries, with keys rotated to new positions if the method moves entries."""
         sinks, freed = self.schedule.sinks, self.schedule.freed
         with torch.no_grad():
             chosen = self.choose(self.scores(held)[..., sinks:])  # [B, H_kv, L]

@@ -1,4 +1,5 @@
-"""How methods see queries: an attention backend that passes them to the memory and then attends as usual.
+"""Lets compression methods see queries: an attention backend that passes the queries to the memory and then attends as
+usual.
 
 A cache layer gets no queries. So the keys it returns carry a reference to it, and `sdpa_observed` (or `eager_observed`,
 …) follows that reference. The decoder uses it for the forward passes that carry such a cache (watch.py), and no others.
@@ -21,7 +22,7 @@ SUFFIX = "_observed"
 
 
 def backend(name: str, module: nn.Module) -> Attend:
-    """The attention function of a name for a layer; each model family defines its own `eager`."""
+    """The attention function of a layer by its name; each model family defines its own `eager`."""
     if name == "eager":
         function: Attend = sys.modules[type(module).__module__].eager_attention_forward
         return function
@@ -40,7 +41,7 @@ def observed_backend(decoder: PreTrainedModel) -> str:
 
 
 def fitted(mask: Tensor, key: Tensor) -> Tensor:
-    """The mask of a layer that holds fewer entries than the first one, for which masks are made."""
+    """The attention mask, cut for a layer that holds fewer entries than the first layer, for which masks are made."""
     mask = mask[..., mask.shape[-1] - key.shape[2] :]
     if (lengths := vars(key).get("lengths")) is None:
         return mask

@@ -21,7 +21,7 @@ from .schedule import Schedule
 
 
 class Orthogonal(Linear):
-    """The mean and L − 1 random directions drawn from `seed`."""
+    """Projects entries on an orthonormal basis: the mean, and L − 1 random directions drawn from `seed`."""
 
     name = "orthogonal"
 
@@ -41,7 +41,7 @@ class Orthogonal(Linear):
 
 @lru_cache(maxsize=8)
 def drawn(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """An order of `count` frequencies and a sign for each."""
+    """A random order of `count` frequencies, and a random sign for each."""
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(count, generator=generator)
     return order, torch.randint(0, 2, (count,), generator=generator) * 2 - 1

@@ -1,4 +1,5 @@
-"""A memory that is compressed by the clock, as kvpress's `DecodingPress` does: after every so many forward passes.
+"""A memory that is compressed after a fixed number of forward passes, as kvpress's `DecodingPress` does. The entries
+are:
 
     prompt of T tokens                →  what the prompt's own method leaves, or all of them
     after each `interval` passes      →  `target` entries, if there are more
@@ -20,7 +21,7 @@ from .method import Held, Method
 
 
 class Paced(Method):
-    """What such a memory asks of its method."""
+    """The settings that a `PacedMemory` needs of its method."""
 
     prompt: int
     """The tokens of the prompt."""
@@ -35,7 +36,7 @@ class Paced(Method):
 
 
 class PacedMemory(Memory):
-    """Keys and values of one layer."""
+    """The keys and values of one layer, compressed after a fixed number of forward passes."""
 
     method: Paced
 
@@ -55,16 +56,17 @@ class PacedMemory(Memory):
         self.recent: tuple[Tensor, ...] = ()  # queries of the passes since the last compression, without rotation
 
     def cuts(self, length: int) -> list[int]:
-        """One pass, but for an end of the prompt within it."""
+        """The lengths of the chunks of `length` tokens: a single chunk, unless the prompt ends within them."""
         left = self.method.prompt - self.seen
         return [left, length - left] if 0 < left < length else [length]
 
     def found(self, query_length: int) -> int:
-        """Entries that the next tokens find."""
+        """The number of entries that are stored when the next tokens arrive."""
         return self.entries
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """How many keys `update` will return for a query of this length, and the position of the first one."""
+        """The number of keys that `update` will return for `query_length` new tokens, and the position of the first
+        key."""
         return self.entries + query_length, self.seen - self.entries
 
     def update(
@@ -79,7 +81,8 @@ class PacedMemory(Memory):
         return keys, values
 
     def observe(self, queries: Tensor, module: nn.Module | None = None) -> None:
-        """Count a pass, and compress if it is the one."""
+        """Count a forward pass, and compress if the prompt or an interval ends with this pass, or if the pass has
+        `target` tokens or more."""
         method, length = self.method, queries.shape[2]
         bare = self.rotation.turn(widen(queries.detach()), length - self.seen, -1)
         if self.seen <= method.prompt:
@@ -95,7 +98,7 @@ class PacedMemory(Memory):
             self.recent = self.recent[len(self.recent) - method.buffer :]
 
     def _keep(self, compress: Callable[..., tuple[Tensor, Tensor]] | None, module: nn.Module | None) -> None:
-        """Keep what a method chooses, and begin to count again."""
+        """Keep the entries that a method chooses, and count forward passes from 0 again."""
         if compress is not None:
             seen = torch.cat(self.recent, dim=2)
             held = Held(self.keys, self.values, seen, self.rotation, module, self.seen - self.entries)

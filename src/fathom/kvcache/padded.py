@@ -1,4 +1,4 @@
-"""Rows of different lengths in one batch, padded on the left: a memory for each length.
+"""Caches a batch of sequences of different lengths, padded on the left, with one memory for each amount of padding.
 
 A row is compressed when *its* memory is full, so rows of different lengths are compressed at different tokens, as if
 each were alone. Padding is never stored. What attention sees is a rectangle, with zeros to the left of shorter rows:
@@ -21,7 +21,7 @@ from .method import Method
 
 
 class Padded(Memory):
-    """One layer of a left-padded batch.
+    """The cache layer of a left-padded batch.
 
     Args:
         empty: The memory of a row, without entries.
@@ -41,12 +41,12 @@ class Padded(Memory):
         return [row for row, own in enumerate(self.pads) if own == pad]
 
     def _real(self, pad: int, length: int) -> int:
-        """How many of the next `length` tokens of a row are no padding."""
+        """How many of a sequence's next `length` tokens are no padding."""
         return max(0, min(length, self.seen + length - pad))
 
     @property
     def entries(self) -> int:
-        """Entries of the row that holds most."""
+        """The number of entries of the sequence that stores most."""
         return max(memory.entries for memory in self.memories.values())
 
     @property
@@ -55,17 +55,18 @@ class Padded(Memory):
         return max(memory.compressions for memory in self.memories.values())
 
     def lengths(self, query_length: int) -> list[int]:
-        """How many keys each row has for a query of this length."""
+        """The number of keys of each sequence for `query_length` new tokens, padding included."""
         found = {pad: memory.get_mask_sizes(self._real(pad, query_length))[0] for pad, memory in self.memories.items()}
         return [found[pad] for pad in self.pads]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Width of the rectangle, at least that of the query, and the column of its first entry."""
+        """The width of the rectangular tensor, at least the query length, and the position of its first column."""
         width = max(query_length, *self.lengths(query_length))  # a narrower one would be read as causal from its start
         return width, self.seen + query_length - width
 
     def cuts(self, length: int) -> list[int]:
-        """Lengths of the chunks into which `length` tokens are split: none crosses a compression of any row."""
+        """The lengths of the chunks into which `length` tokens are split, so that no chunk crosses a compression of any
+        sequence."""
         ends = {self.seen, self.seen + length}
         for pad, memory in self.memories.items():
             end = max(self.seen, pad)
@@ -76,7 +77,8 @@ class Padded(Memory):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Append to each row what is no padding, and return the rectangle of all entries, `[B, H_kv, width, D]`."""
+        """Append the tokens that are no padding to each sequence, and return all entries as a rectangular tensor `[B,
+        H_kv, width, D]`."""
         length = key_states.shape[2]
         width, _ = self.get_mask_sizes(length)
         keys, values = (x.new_zeros(*x.shape[:2], width, x.shape[3]) for x in (key_states, value_states))
@@ -91,7 +93,7 @@ class Padded(Memory):
         return keys, values
 
     def observe(self, queries: Tensor, module: nn.Module | None = None) -> None:
-        """Show each row's memory the queries `[B, H, q, D]` that are no padding."""
+        """Pass the queries `[B, H, q, D]` that are no padding to each sequence's memory."""
         for pad, memory in self.memories.items():
             count = min(queries.shape[2], self.seen - pad)
             if count > 0:
@@ -117,11 +119,11 @@ class Padded(Memory):
 
     @property
     def adds(self) -> bool:
-        """Whether tokens after the prompt are only added in every row."""
+        """Whether every sequence stores tokens after the prompt uncompressed, so that they can be removed again."""
         return all(memory.adds for memory in self.memories.values())
 
     def gives_back(self, count: int) -> bool:
-        """Whether the last `count` tokens of every row can be taken back."""
+        """Whether the last `count` tokens of every sequence can be removed."""
         return all(memory.gives_back(count) for memory in self.memories.values())
 
     def _give_back(self, count: int) -> None:
@@ -140,7 +142,7 @@ class Padded(Memory):
             memory.prefetch()
 
     def branch(self) -> Padded:
-        """An independent continuation of this memory."""
+        """An independent copy of this memory, to continue from."""
         new = copy.copy(self)
         new.state = None if self.state is None else self.state.branch()
         new.memories = {pad: memory.branch() for pad, memory in self.memories.items()}

@@ -1,4 +1,4 @@
-"""Which cache a model gets: the requested one, else the checkpoint's, else the defaults."""
+"""Decides which cache a model gets: the requested one, else the checkpoint's, else the default."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ class CacheOptions:
 
     @classmethod
     def of(cls, options: object) -> CacheOptions:
-        """From the arguments `kvcache_window`, `kvcache_sinks`, `kvcache_ratio` and `kvcache_kept`."""
+        """Make the options from the arguments `kvcache_window`, `kvcache_sinks`, `kvcache_ratio` and `kvcache_kept`."""
         return cls(**{one.name: getattr(options, f"kvcache_{one.name}") for one in dataclasses.fields(cls)})
 
     def given(self) -> dict[str, int | float]:
-        """Those that are not None, by name."""
+        """The options that are not None, by name."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A method with its schedule, as in `build_cache`."""
+    """A compression method with its schedule, and the way entries are stored, as in `build_cache`."""
 
     method: str
     window: int | None
@@ -59,7 +59,7 @@ class Policy:
     kept: int | None = None
 
     def empty(self, model: PreTrainedModel, static: bool = False) -> Cache:
-        """An empty cache of this policy, without a warning about an untuned checkpoint; see `build_cache`."""
+        """An empty cache of this policy; unlike `build_cache`, without a warning about a model that was not tuned."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
             try:
@@ -69,15 +69,16 @@ class Policy:
                 raise SettingsError(f"kvcache={self.method}: {reason}") from error
 
     def try_on(self, model: PreTrainedModel, static: bool = False) -> None:
-        """Refuse what the model cannot do, and warn if it was not tuned under a method that mixes entries."""
+        """Raise an error if the model cannot use this policy, and warn if the model was not tuned under a method that
+        mixes entries."""
         cache = self.empty(model, static)
         if isinstance(cache, MemoryCache) and (words := untuned(config_of(model), cache.method)):
             print(f"fathom: warning: {words}", file=sys.stderr)
 
     @contextmanager
     def throughout(self, model: PreTrainedModel) -> Iterator[None]:
-        """Within the block, every input that the model reads goes through an empty cache of this policy; `try_on`
-        says beforehand what does not fit."""
+        """Within the block, read every input of the model into an empty cache of this policy; `try_on` reports
+        beforehand if the model cannot use the policy."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UntunedWarning)
             with compressed(model, **vars(self)):
@@ -92,7 +93,8 @@ class Policy:
         max_trips: int | None = None,
         static: bool = False,
     ) -> dict[str, object]:
-        """Arguments for `generate`: a cache that holds a prompt `[B, T]` without its last token.
+        """Read a prompt `[B, T]`, except its last token, into a new cache; returns this cache as keyword arguments for
+        `generate`.
 
         Args:
             model: The model that reads the prompt.
@@ -114,7 +116,7 @@ PLAIN = CacheOptions()
 
 
 def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy:
-    """The policy of a method: the requested values, else the checkpoint's, else the defaults.
+    """The policy of a method: each value is the requested one, else the checkpoint's, else the default.
 
     Args:
         method: A name of `METHODS` or of `WHOLE`, also with a plus (`drop+int8`).
@@ -147,14 +149,14 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
 
 
 def without_ratio(method: str, ratio: float) -> str:
-    """The refusal of a ratio for a method that has none."""
+    """The error message for a ratio that was given to a method without one."""
     return f"`kvcache_ratio={ratio}`: {method} lets one token go at a time; give `kvcache_kept` for several at once"
 
 
 def choose(
     model: PreTrainedModel, method: str | None, options: CacheOptions = PLAIN, static: bool = False
 ) -> Policy | None:
-    """The policy that a command's cache options select for a model; None for an ordinary cache.
+    """The cache policy that a command's options select for a model; None for an ordinary cache.
 
     A checkpoint that was tuned under compression has the schedule in its configuration. For any other checkpoint, a
     method that mixes entries warns once, because text past the window is expected to be bad. `static` is for decoding

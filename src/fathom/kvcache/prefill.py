@@ -1,4 +1,4 @@
-"""Read a prompt of any length in chunks that end at compressions."""
+"""Reads a prompt of any length into a compressed cache, in chunks that end at compressions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 
 def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
-    """`[B, T]` in the longest chunks that a forward pass may have, starting after the tokens in the cache."""
+    """Split tokens `[B, T]` into the longest chunks that a forward pass may have, starting after the tokens in the
+    cache."""
     if not isinstance(cache, MemoryCache):
         yield input_ids
         return
@@ -35,7 +36,7 @@ def prefill(
     attention_mask: Tensor | None = None,
     max_trips: int | None = None,
 ) -> ModelOutput:
-    """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
+    """Feed tokens `[B, T]` into `cache`, and return the last chunk's output, with the logits of the last position only.
 
     To generate next, leave the prompt's last token out here, and call `model.generate(prompt, past_key_values=cache)`;
     with `num_beams=n`, after `cache.batch_repeat_interleave(n)`.

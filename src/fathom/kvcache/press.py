@@ -1,4 +1,5 @@
-"""Scorers of kvpress as methods here: their scores, in Fathom's frame of positions, padding, chunks and decoding.
+"""Turns presses of kvpress into compression methods: kvpress scores the entries, and Fathom handles positions, padding,
+chunks and decoding.
 
 A scorer of kvpress projects the queries and keys that it needs from hidden states. Here it gets a stand-in for the
 attention layer. Its "hidden states" are the layer's own queries and keys without rotation, side by side, and its
@@ -24,7 +25,7 @@ from .schedule import UNTOUCHED, Once, Schedule
 
 
 class StandIn(nn.Module):
-    """What a scorer asks of an attention layer.
+    """A stand-in for an attention layer, with the attributes that a press of kvpress reads.
 
     Args:
         heads: The number of query heads.
@@ -53,7 +54,7 @@ class StandIn(nn.Module):
         return hidden[..., self.config.num_attention_heads * self.head_dim :]
 
     def rotary_emb(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, `[1, n, D]` each; of a layer without rotation, ones and zeros."""
+        """The cosines and sines of positions, `[1, n, D]` each; ones and zeros for a layer without rotary positions."""
         if not isinstance(self.rotation, Turn):
             one = like.new_ones(1, positions.shape[1], self.head_dim)
             return one, 0 * one
@@ -61,7 +62,7 @@ class StandIn(nn.Module):
 
 
 class Press(Selection):
-    """A scorer of kvpress as a method; `press` makes one class for each scorer."""
+    """A compression method that scores entries with a press of kvpress; `press` makes a subclass for each press."""
 
     by_name, own_sinks = False, 0
     scorer: Any
@@ -73,16 +74,17 @@ class Press(Selection):
 
     @classmethod
     def left(cls, length: int, ratio: float) -> int:
-        """What kvpress leaves of a prompt of `length` tokens; its own ratio is the share that goes."""
+        """The number of entries that kvpress leaves of a prompt of `length` tokens; kvpress's own ratio is the share
+        that is removed."""
         return max(1, int(length * (1 - cls.scorer.compression_ratio)))
 
     def note(self, known: Tensor | None, queries: Tensor, start: int, rotation: Still) -> Tensor:
-        """All queries since the last compression, without their rotation."""
+        """Store all queries since the last compression, without their rotation."""
         bare = rotation.turn(widen(queries), -start, -1)
         return bare if known is None else torch.cat([known, bare], dim=2)
 
     def goes(self, n: int) -> float | None:
-        """The share of `n` entries that goes; None if it is the scorer's own."""
+        """The share of `n` entries that a compression removes; None if it is the press's own ratio."""
         return None if isinstance(self.schedule, Once) else 1 - self.schedule.kept / n
 
     def scores(self, held: Held) -> Tensor:
@@ -134,7 +136,8 @@ class Press(Selection):
 
 
 class PacedPress(Press, Paced):
-    """A scorer of kvpress that compresses while decoding: a `DecodingPress`, also behind a press for the prompt."""
+    """A compression method from a `DecodingPress` of kvpress, which compresses while decoding, perhaps after another
+    press for the prompt."""
 
     moves, memory = False, PacedMemory
     prefilling: type[Press] | None
@@ -152,7 +155,7 @@ class PacedPress(Press, Paced):
     def for_prompt(
         cls, kind: type[Schedule], length: int, sinks: int, ratio: float, rope: Rope, **options: object
     ) -> Method:
-        """The method for a prompt of `length` tokens."""
+        """The method for a prompt of `length` tokens, with the sizes that the press itself contains."""
         if kind is not Once or sinks or ratio != cls.own_ratio or options:
             raise ValueError(f"{cls.name} brings its own sizes: leave ratio, sinks, while_decoding and options out")
         own, first = cls.prefilling, None
@@ -163,12 +166,13 @@ class PacedPress(Press, Paced):
         return cls(Once(max(length, cls.target + 1), 0, cls.target), rope, length, first)
 
     def goes(self, n: int) -> float:
-        """The share of `n` entries that goes."""
+        """The share of `n` entries that a compression removes."""
         return 1 - self.target / n
 
 
 def press(scorer: object) -> type[Press]:
-    """A method from a press of kvpress that gives scores, for `compressed` and `build_cache`.
+    """Make a compression method, for `compressed` and `build_cache`, from a press of kvpress that scores entries. For
+    example:
 
         with compressed(model, press(SnapKVPress(compression_ratio=0.5))):
             model.generate(ids)
@@ -201,7 +205,8 @@ def press(scorer: object) -> type[Press]:
 
 
 def ratio_of(scorer: Any) -> float:
-    """The share that goes; ValueError for what chooses otherwise than by scores."""
+    """The share of entries that a press removes; a `ValueError` if the press does not choose entries by scores
+    alone."""
     name, compress = type(scorer).__name__, getattr(type(scorer), "compress", None)
     if not callable(getattr(scorer, "score", None)):
         raise ValueError(f"{name} gives no scores: press takes a ScorerPress of kvpress")
@@ -214,7 +219,7 @@ def ratio_of(scorer: Any) -> float:
 
 
 def paced(name: str, decoding: Any, prefilling: Any) -> type[PacedPress]:
-    """The method of a `DecodingPress`, after a press for the prompt that may leave all of it."""
+    """Make the method for a `DecodingPress`, which may follow another press for the prompt."""
     if decoding is None:
         raise ValueError(f"{name} without decoding_press compresses prompts only: give press its prefilling_press")
     ratio_of(decoding.base_press)

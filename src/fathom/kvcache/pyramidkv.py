@@ -1,4 +1,5 @@
-"""PyramidKV (arXiv 2406.02069): SnapKV with a budget for each layer, large in the first and small in the last.
+"""PyramidKV (arXiv 2406.02069): SnapKV with a separate budget for each layer, large in the first and small in the last.
+The budgets are:
 
     k_l = k_0 − (k_0 − k_m) · l / m,    k_m = k̄ / β,    k_0 = 2 k̄ − k_m        for layers l = 0 … m
 
@@ -18,7 +19,8 @@ from .snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """SnapKV's entries, fewer from layer to layer, for `compressed`: layers of a window would be full at other tokens.
+    """SnapKV with fewer entries from layer to layer, only for `compressed`: in a cache with a fixed window, layers
+    would be full at different tokens.
 
     Args:
         schedule: The mean over layers.
@@ -41,7 +43,7 @@ class PyramidKV(SnapKV):
             raise ValueError(f"beta must be at least 1, got {beta}")
 
     def budgets(self, layers: int) -> list[int]:
-        """The entries of each layer in addition to the sinks."""
+        """The number of entries that each layer keeps in addition to the sinks."""
         schedule = self.schedule
         mean, most = schedule.kept - self.observed, schedule.compressed - self.observed - 1
         first = min(2 * mean - mean / self.beta, most)
@@ -52,7 +54,7 @@ class PyramidKV(SnapKV):
         return [self.observed + stop - start for start, stop in pairwise(ends)]
 
     def for_layer(self, layer: int, layers: int) -> Method:
-        """The same with the layer's own budget."""
+        """The same method with the budget of this layer."""
         own = copy.copy(self)
         own.place = layer, layers
         own.schedule = Once(self.schedule.window, self.schedule.sinks, self.budgets(layers)[layer])

@@ -23,7 +23,8 @@ from .whole import backend_layer
 
 
 class QuantizedMemory(Memory):
-    """A `Memory` through a backend that must be installed (`fp8` needs only a newer transformers)."""
+    """A `Memory` that stores its entries through a quantisation backend, which must be installed (`fp8` needs only a
+    newer transformers)."""
 
     bares = False
 
@@ -36,7 +37,7 @@ class QuantizedMemory(Memory):
         self.store: DynamicLayer = self.backend()
 
     def branch(self) -> QuantizedMemory:
-        """An independent continuation of this memory."""
+        """An independent copy of this memory, to continue from."""
         new = cast(QuantizedMemory, super().branch())
         new.store = copy.copy(self.store)
         return new
@@ -45,7 +46,7 @@ class QuantizedMemory(Memory):
         return self._all(keys, values, self.dtype)
 
     def _all(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Store rotated keys and values; all keys, the new ones as they came, and all values."""
+        """Store rotated keys and values; returns all keys and values, of which the new keys are not quantised."""
         bare, new = self._bare(keys).to(self.dtype), keys.shape[2]
         held, held_values = self.store.update(bare, values, dtype=dtype)
         if held.shape[2] == new:

@@ -1,4 +1,4 @@
-"""Rotate stored keys to other positions as the model does, and refuse models for which this is not exact.
+"""Rotates stored keys to other positions exactly as the model does, and refuses models for which this is impossible.
 
 A compression moves entries: entry s is rotated back by s, compressed, and rotated forward by s + F. Only differences of
 positions matter to attention, so the tables hold small angles for any length of text. Angles and rotation are those of
@@ -41,7 +41,7 @@ Apply = Callable[..., tuple[Tensor, Tensor]]
 
 
 class Still:
-    """A layer whose keys hold no position, so nothing is rotated."""
+    """The rotation of a layer whose keys hold no position: nothing is rotated."""
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
         """`x`."""
@@ -61,7 +61,7 @@ class Still:
 
 
 class Turn(Still):
-    """The rotation of one type of layer, without the attention factor of some scalings.
+    """The rotation of one type of layer; the attention factor of some rotary scalings is left out.
 
     Args:
         embed: The family's rotary embedding.
@@ -82,18 +82,19 @@ class Turn(Still):
         self._factors: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor, int]] = {}
 
     def adopt(self, embed: nn.Module) -> None:
-        """Take the angles of a model's own module: a model that was cast to half precision has rounded ones."""
+        """Copy the rotary angles of a model's own module, because a model that was cast to half precision uses rounded
+        angles."""
         name = f"{self._prefix}inv_freq"
         with torch.inference_mode(False):
             setattr(self.embed, name, getattr(embed, name).detach().float().cpu().clone())
         self._tables.clear()
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
-        """Rotate entry s of `[B, H, n, D]` by `start + s · step` positions."""
+        """Rotate entry s of keys `[B, H, n, D]` by `start + s · step` positions."""
         return self._turned(x, *self._table(start, x.shape[2] if step else 1, step, x))
 
     def place(self, x: Tensor, start: int) -> Tensor:
-        """Rotate entry s of `[B, H, n, D]` by `start + s` positions: x · a + (x with its pairs swapped) · b.
+        """Rotate entry s of keys `[B, H, n, D]` by `start + s` positions: x · a + (x with its pairs swapped) · b.
 
         The same as `turn` in few operations, for the keys that are read with every token.
         """
@@ -113,13 +114,14 @@ class Turn(Still):
         return out if turned is x else torch.cat([out, x[..., self.rotated :]], dim=-1)
 
     def turn_each(self, x: Tensor, by: Tensor, least: int, most: int) -> Tensor:
-        """Rotate entry i of `[B, H, n, D]` by `by[..., i]` positions, `[B, H, n]`, from `least` to `most`."""
+        """Rotate entry i of keys `[B, H, n, D]` by `by[..., i]` positions; `by` is `[B, H, n]` with values from `least`
+        to `most`."""
         cos, sin = self._table(least, most - least + 1, 1, x)
         places = (by - least).flatten(0, 1)  # [B · H, n]
         return self._turned(x.flatten(0, 1).unsqueeze(1), cos[0][places], sin[0][places]).reshape(x.shape)
 
     def turn_mean(self, x: Tensor, start: int, count: int) -> Tensor:
-        """The mean of `[B, H, n, D]` over rotations by `start`, `start + 1`, …: `count` positions in all."""
+        """The mean of keys `[B, H, n, D]` over rotations by `count` positions from `start`."""
         cos, sin = self._table(start, count, 1, x)
         return self._turned(x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
 
@@ -130,18 +132,19 @@ class Turn(Still):
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def halves(self, size: int) -> bool:
-        """Whether a head of this size is rotated whole, each channel with the one half a head further."""
+        """Whether the rotation covers a whole head of this size and pairs each channel with the one half a head
+        further, as in Llama."""
         x = torch.zeros(1, 1, 1, size).index_fill(-1, torch.tensor(0), 1.0)
         return self.rotated == size and bool(self.turn(x, 1)[..., size // 2] != 0)
 
     def table(self, start: int, n: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `n` positions, `[1, n, R]` each, without the attention factor."""
+        """The cosines and sines of `n` positions, `[1, n, R]` each, without the attention factor."""
         return self._table(start, n, 1, like)
 
     @torch.inference_mode(False)  # training may use them later
     @torch.no_grad()
     def _table(self, start: int, n: int, step: int, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of `start`, `start + step`, …, `[1, n, R]` each."""
+        """The cosines and sines of positions `start`, `start + step`, …, `[1, n, R]` each."""
         key = (start, n, step, x.dtype, x.device)
         if key not in self._tables:
             if len(self._tables) > 16:
@@ -155,7 +158,7 @@ class Turn(Still):
 
 
 class Rope:
-    """How each layer of a model rotates its keys: read from a configuration, corrected by testing the model (`ask`)."""
+    """The rotation of each layer's keys: read from a configuration, and corrected by testing the model (`ask`)."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         config = family(config)
@@ -173,15 +176,15 @@ class Rope:
 
     @property
     def angles(self) -> bytes:
-        """The angles of all types of layers; models with equal angles can share keys."""
+        """The rotary angles of all types of layers, as bytes; models with equal angles can share keys."""
         return b"".join(self.turns[kind].angles for kind in sorted(self.turns, key=str))
 
     def turns_as(self, other: Rope) -> bool:
-        """Whether both rotate by the same angles."""
+        """Whether two models rotate keys by the same angles."""
         return self.angles == other.angles
 
     def ask(self, decoder: PreTrainedModel) -> None:
-        """Determine the rotations by one test of the model.
+        """Determine the rotation of each layer by testing the model with a few tokens at two positions.
 
         Raises:
             ValueError: The keys at one position are not the rotated keys of another.
@@ -203,7 +206,7 @@ _ASKED: WeakKeyDictionary[PreTrainedModel, tuple[list[str | None], bool]] = Weak
 
 
 def _apply(code: ModuleType) -> Apply | None:
-    """The function by which a family rotates queries and keys."""
+    """The function with which a model family's code rotates queries and keys."""
     apply: Apply | None = getattr(code, "apply_rotary_pos_emb", None)
     if apply is None:
         return None
@@ -225,7 +228,7 @@ def _modelling(config: PreTrainedConfig) -> ModuleType:
 
 
 def _no_rotary(config: PreTrainedConfig) -> str:
-    """Why the keys of a family without a rotary embedding of the usual form cannot be moved."""
+    """The reason why keys of a model family without an ordinary rotary embedding cannot be moved."""
     kind = config.model_type
     if any("rotary" in name for name in vars(_modelling(config))):
         return f"{kind} rotates its keys in code of its own, without a rotary embedding that could be read; use 'full'"
@@ -238,7 +241,8 @@ def _embedding(code: ModuleType) -> type[nn.Module] | None:
 
 
 def _turns(config: PreTrainedConfig) -> Iterator[tuple[str | None, Turn]]:
-    """The rotations of a configuration, by layer type, or under None; none in a model whose states tell positions."""
+    """The rotations that a configuration describes, by layer type, or under the key None; none for a model whose
+    recurrent states encode positions."""
     rope: dict[str, object] = getattr(config, "rope_parameters", None) or {}
     code = _modelling(config)
     if not rope and has_states(config):
@@ -261,7 +265,8 @@ def _turns(config: PreTrainedConfig) -> Iterator[tuple[str | None, Turn]]:
 
 
 def _answers(decoder: PreTrainedModel, rope: Rope) -> tuple[list[str | None], bool]:
-    """For each layer, the type of rotation that explains its keys; and whether states continue token by token only."""
+    """For each layer, the type of rotation that explains its keys; and whether the model's recurrent states can only
+    continue token by token."""
     if decoder not in _ASKED:
         config, weight = family(decoder.config), next(decoder.parameters())
         if weight.is_meta:
@@ -306,7 +311,7 @@ def _explained(decoder: PreTrainedModel, rope: Rope, half: bool) -> tuple[list[s
 
 
 def _kind(rope: Rope, own: str | None, here: Tensor | None, there: Tensor | None) -> tuple[str | None, float]:
-    """The type of rotation that comes nearest to turning a layer's keys at one position into those at another."""
+    """The type of rotation that comes nearest to turning a layer's keys at one position into its keys at another."""
     if here is None or there is None:
         return STILL, 0.0
     found: dict[str | None, float] = {STILL: _apart(here, there)}
@@ -318,7 +323,8 @@ def _kind(rope: Rope, own: str | None, here: Tensor | None, there: Tensor | None
 
 
 def _read(decoder: PreTrainedModel, start: int, part: int = TOKENS) -> tuple[Tensor, list[Tensor | None]]:
-    """The last hidden states and the keys of all layers for a few tokens from a position on, in parts."""
+    """The last hidden states, and the keys of all layers, for a few test tokens that begin at position `start` and are
+    read in parts."""
     device, config = next(decoder.parameters()).device, decoder.config
     ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % config.vocab_size
     places = torch.arange(start, start + TOKENS, device=device).unsqueeze(0)
@@ -342,7 +348,8 @@ def _apart(a: Tensor, b: Tensor) -> float:
 
 
 def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
-    """The tokens that a layer sees if fewer than `window`; such a layer keeps its own bounded cache."""
+    """The sliding window of a layer if it is smaller than `window`, else None; a layer with such a window keeps its own
+    bounded cache."""
     sliding = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not sliding or sliding >= window or getattr(config, "use_sliding_window", True) is False:
@@ -351,7 +358,7 @@ def left_alone(config: PreTrainedConfig, layer: int, window: int) -> int | None:
 
 
 def refuse(config: PreTrainedConfig, window: int) -> None:
-    """Refuse a model whose keys cannot be moved exactly; the error names the alternative."""
+    """Raise an error for a model whose keys cannot be moved exactly; the error names the alternative."""
     if config.model_type == "fathom":
         _refuse_fathom(config)
     given, config = config, family(config)

@@ -1,4 +1,4 @@
-"""Batches that a compression accepts: unbroken rows, with padding on their left in a cache, or behind them in
+"""Checks the batches that compression accepts: unbroken sequences, padded on the left in a cache, or on the right in
 training."""
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ PAD_TOKEN = "where the prompt itself contains pad_token_id, pass attention_mask=
 
 
 def real_tokens(attention_mask: object) -> Tensor:
-    """Which tokens are no padding, `[B, T]`; a mask of another kind is refused."""
+    """A mask `[B, T]` of the tokens that are no padding; attention masks of another kind are refused."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         raise ValueError("compression makes its own causal mask: pass no attention_mask, or a padding mask [batch, T]")
     return attention_mask.bool()
 
 
 def whole_mask(attention_mask: object, shape: tuple[int, int], padded: bool) -> None:
-    """Refuse a padding mask that is not about all tokens, those in the cache included, `[B, seen + q]`."""
+    """Refuse a padding mask that does not have the shape `[B, seen + q]`, i.e. cover all tokens, also those in the
+    cache."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or tuple(attention_mask.shape) == shape:
         return
     if padded or not attention_mask.all():
@@ -28,13 +29,15 @@ def whole_mask(attention_mask: object, shape: tuple[int, int], padded: bool) -> 
 
 
 def left_padding(real: Tensor) -> tuple[int, ...]:
-    """The padding to the left of each row, in tokens; empty if there is none, or if padding is elsewhere too."""
+    """The number of padding tokens to the left of each sequence; empty if there is none, or if there is padding
+    elsewhere too."""
     left = (real.cummax(1).values == real) & real[:, -1:]
     return tuple((~real).sum(1).tolist()) if left.all() and not real.all() else ()
 
 
 def padded_left(real: Tensor, pads: tuple[int, ...]) -> None:
-    """Refuse padding other than `pads` to the left of each row: compression would mix it into the memory."""
+    """Refuse padding other than `pads` tokens to the left of each sequence: compression would mix the padding into the
+    memory."""
     first = torch.tensor(pads or (0,), device=real.device).unsqueeze(1)
     if not ((torch.arange(real.shape[1], device=real.device) >= first) == real).all():
         raise ValueError(
@@ -44,7 +47,7 @@ def padded_left(real: Tensor, pads: tuple[int, ...]) -> None:
 
 
 def padded_right(real: Tensor) -> None:
-    """Refuse padding before or within a row; no token of a row sees what is behind it."""
+    """Refuse padding before or within a sequence; padding behind it is allowed, because no token attends to it."""
     if not (real.cummin(1).values == real).all():
         raise ValueError(
             "attention_mask has zeros before the last token of a row, and compression would mix padding into the "
@@ -53,7 +56,7 @@ def padded_right(real: Tensor) -> None:
 
 
 def unbroken(positions: Tensor, real: Tensor | None = None) -> None:
-    """Refuse packed rows and gaps among the real tokens `[B, T]`."""
+    """Refuse sequences that are packed together, and gaps among the real tokens `[B, T]`."""
     steps = positions.diff(dim=-1) == 1
     if not (steps if real is None else steps | ~real[:, :-1]).all():
         raise ValueError(

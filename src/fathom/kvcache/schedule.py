@@ -1,4 +1,5 @@
-"""When a memory (a cache of constant size) is compressed, and to how many entries: a function of the tokens seen.
+"""The schedule of a memory (a cache of constant size): when it is compressed, and to how many entries, as a function of
+the tokens seen. The number of entries is:
 
     entries(T) = T                          while T ≤ N
                = S + L + 1 + (T − N − 1) mod F   after it,      F = N − S − L
@@ -27,7 +28,8 @@ LARGEST_MASK = 1 << 22
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a memory is compressed, and to how many entries, for cache, training and prefill alike."""
+    """The schedule of a memory, i.e. when it is compressed and to how many entries; the same for cache, training and
+    prefill."""
 
     window: int
     """N, the maximum entries of a memory: the context length in training."""
@@ -63,22 +65,22 @@ class Schedule:
 
     @property
     def compressed(self) -> int:
-        """M, the entries that a compression reads in addition to the sinks."""
+        """M, the number of entries that a compression reads in addition to the sinks."""
         return self.window - self.sinks
 
     @property
     def survivors(self) -> int:
-        """S + L, the entries after a compression."""
+        """S + L, the number of entries after a compression."""
         return self.sinks + self.kept
 
     @property
     def freed(self) -> int:
-        """F, the tokens between two compressions."""
+        """F, the number of tokens between two compressions."""
         return self.window - self.survivors
 
     @property
     def most(self) -> int:
-        """The most entries that a memory may come to hold."""
+        """The maximum number of entries that a memory may hold."""
         return self.window
 
     @property
@@ -96,16 +98,16 @@ class Schedule:
         return 0 if beyond <= 0 else 1 + (beyond - 1) // self.freed
 
     def ended(self, seen: int) -> bool:
-        """Whether no compression follows after `seen` tokens."""
+        """Whether no compression will follow once `seen` tokens were seen."""
         return False
 
     def room(self, seen: int) -> int:
-        """Maximum tokens of the next forward pass."""
+        """The maximum number of tokens in the next forward pass."""
         entries = self.entries(seen)
         return self.freed if entries == self.window else self.window - entries
 
     def cuts(self, seen: int, length: int) -> list[int]:
-        """Lengths of the chunks into which `length` tokens are split."""
+        """The lengths of the chunks into which `length` tokens are split."""
         chunks = []
         while length > 0:
             chunks.append(min(length, self.room(seen)))
@@ -113,7 +115,7 @@ class Schedule:
         return chunks
 
     def fit(self, seen: int, length: int) -> None:
-        """Refuse a chunk that crosses a compression: a forward pass attends to a single state of the memory."""
+        """Refuse a chunk that crosses a compression, because a forward pass attends to a single state of the memory."""
         room = self.room(seen)
         if length > room:
             raise ValueError(
@@ -125,14 +127,15 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Eager(Schedule):
-    """Compressed as soon as N entries are held, by the forward pass that brings the last of them."""
+    """A schedule that compresses as soon as N entries are held, in the forward pass that brings the last of them."""
 
     eager = True
 
 
 @dataclass(frozen=True)
 class Once(Eager):
-    """One compression at the end of the first N tokens (a prompt); then the memory grows with every token."""
+    """A schedule with one compression, at the end of the first N tokens (a prompt), after which the memory grows with
+    every token."""
 
     @property
     def most(self) -> int:
@@ -141,7 +144,7 @@ class Once(Eager):
 
     @property
     def chunk(self) -> int:
-        """Any length fits after the prompt."""
+        """The chunk size to read a prompt with; after the prompt, chunks of any length are possible."""
         return self.window
 
     def compressions(self, seen: int) -> int:
@@ -149,16 +152,16 @@ class Once(Eager):
         return int(seen >= self.window)
 
     def ended(self, seen: int) -> bool:
-        """Whether no compression follows after `seen` tokens."""
+        """Whether no compression will follow once `seen` tokens were seen."""
         return seen >= self.window
 
     def room(self, seen: int) -> int:
-        """Maximum tokens of the next forward pass."""
+        """The maximum number of tokens in the next forward pass."""
         return self.window - seen if seen < self.window else sys.maxsize
 
 
 def share(window: int, ratio: float) -> int:
-    """The entries that a compression of `window` entries leaves, rounded down."""
+    """The number of entries that a compression of `window` entries leaves, rounded down."""
     return int(round(ratio * window, 6))  # 0.29 · 100 is a little less than 29
 
 

@@ -1,4 +1,5 @@
-"""StreamingLLM (arXiv 2309.17453): attention sinks and the last tokens, at positions inside the memory.
+"""StreamingLLM (arXiv 2309.17453): keep the attention sinks and the last tokens, with positions counted inside the
+memory.
 
 Beyond the window each token evicts one entry, so a prompt is read token by token there. With `kept` below N − S − 1,
 several entries are evicted at once, and the same number of tokens is read at once.
@@ -11,14 +12,14 @@ from .schedule import RATIO, Schedule, whole_numbers
 
 
 class Sinks(Drop):
-    """S sinks and the last N − S tokens. `ratio` does not apply, so only its default is accepted."""
+    """Keeps the S sinks and the last N − S tokens. `ratio` does not apply, so only its default is accepted."""
 
     name = "sinks"
     has_ratio = False
 
     @classmethod
     def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
-        """One token per compression unless `kept` is given."""
+        """A schedule that removes one token per compression, unless `kept` is given."""
         if ratio != RATIO:
             raise ValueError(f"ratio={ratio}: sinks lets one token go at a time; give kept for several at once")
         whole_numbers(window=window, sinks=sinks)

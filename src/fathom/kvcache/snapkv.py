@@ -1,4 +1,5 @@
-"""SnapKV (arXiv 2404.14469) on a rolling memory: keep the entries that the last w queries attend to, and the last w.
+"""SnapKV (arXiv 2404.14469) on a rolling memory: keep the last w entries, and those that their queries attend to most.
+The votes are:
 
 votes = mean-pool over neighbours of  mean over w of softmax(q · k)      of the N − w entries before the observed ones;
                                                                       mean over the queries that share a key head
@@ -16,7 +17,7 @@ from .schedule import Schedule
 
 
 class SnapKV(Selection):
-    """The entries with the most votes from the last `observed` queries, smoothed over `kernel` neighbours."""
+    """Keeps the entries with the most votes from the last `observed` queries, smoothed over `kernel` neighbours."""
 
     name = "snapkv"
 

@@ -1,4 +1,5 @@
-"""Layers with a state of constant size, alone or beside attention: entries are compressed, states are left alone.
+"""Layers with a recurrent state of constant size, alone or next to attention: only the attention entries are
+compressed.
 
 In a model such as LFM2 or Qwen3-Next most layers keep a state instead of keys, in Falcon-H1 every layer keeps both, and
 in Nemotron-H some layers keep nothing. Only attention gets a memory; the rest keeps what transformers gives it.
@@ -24,24 +25,26 @@ NEITHER = ("moe", "mlp")
 
 
 def family(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The configuration that describes the layers: of a family whose layers Fathom hosts, the family's own."""
+    """The configuration that describes a model's layers; for a model family that Fathom hosts, the family's own
+    configuration."""
     return native_config(config) if getattr(config, "host", "") else config
 
 
 def has_states(config: PreTrainedConfig) -> bool:
-    """Whether some layers keep a state."""
+    """Whether some layers keep a recurrent state."""
     return not {*STATES, *BOTH}.isdisjoint(getattr(config, "layer_types", None) or ())
 
 
 class State(LinearAttentionLayer):
-    """A state whose rows can be chosen, and which can be continued twice."""
+    """A recurrent state from which sequences of the batch can be selected, and which can be copied to continue it
+    twice."""
 
     def reset(self) -> None:
-        """Forget the state, and for how many rows it was."""
+        """Delete the state, and forget the batch size for which it was made."""
         LinearAttentionLayer.__init__(self, number_of_states=self.number_of_states)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: row i becomes row `beam_idx[i]`."""
+        """For beam search: sequence i of the batch is replaced by sequence `beam_idx[i]`."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -53,7 +56,8 @@ class State(LinearAttentionLayer):
         self.each(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def branch(self) -> State:
-        """An independent continuation: states are written in place, so they are copied."""
+        """An independent copy of this state to continue from; the tensors are copied because states are written in
+        place."""
         return copy.deepcopy(self)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -67,7 +71,7 @@ class State(LinearAttentionLayer):
         return {f"state.{name}.{i}": x for name, states in both.items() for i, x in states.items() if x is not None}
 
     def take(self, held: dict[str, Tensor]) -> None:
-        """The tensors of another state, by the same names."""
+        """Copy the tensors of another state, given under the names that this class uses."""
         for name, x in held.items():
             _, kind, i = name.split(".")
             self.lazy_initialization(**{kind: x}, state_idx=int(i))
@@ -76,7 +80,8 @@ class State(LinearAttentionLayer):
 
 
 def own_layers(config: PreTrainedConfig) -> list[tuple[object, State | None]]:
-    """For each layer what transformers keeps in it, None for a state alone; and its state, if it has one."""
+    """For each layer: the layer that transformers' cache has for it (None if it only has a recurrent state), and its
+    state, if any."""
     found: list[tuple[object, State | None]] = []
     for layer in DynamicCache(config=family(config)).layers:
         state = State(number_of_states=layer.number_of_states) if isinstance(layer, LinearAttentionLayer) else None

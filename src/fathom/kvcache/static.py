@@ -1,4 +1,5 @@
-"""Memories in buffers of N entries, so that decoding compiles: one graph for any number of tokens and compressions.
+"""Memories in fixed buffers of N entries, so that decoding can be compiled: one graph for any number of tokens and
+compressions. The number of entries p is:
 
     p = T                          while T < N           entries that the next token finds, after T tokens,
       = S + L + (T − N) mod F      after it              and where its own is written
@@ -27,7 +28,7 @@ _NUMBERS = count()
 
 
 class StaticMemory(Memory):
-    """Keys and values of one layer in buffers of N entries, which are written in place."""
+    """The keys and values of one layer in buffers of N entries, which are written in place."""
 
     is_compileable = True
     bares = False
@@ -46,7 +47,7 @@ class StaticMemory(Memory):
         self.is_initialized = True
 
     def held(self) -> Tensor:
-        """p, the entries that the next token finds."""
+        """p, the number of entries that are stored when the next token arrives."""
         after = self.place - self.schedule.window
         return torch.where(after < 0, self.place, self.schedule.survivors + after % self.schedule.freed)
 
@@ -55,17 +56,18 @@ class StaticMemory(Memory):
         return self.place if self.is_initialized else 0  # type: ignore[return-value]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """All N entries, and the position of the first; the causal mask hides those that hold nothing yet."""
+        """The mask sizes: all N entries of the buffers, and the position of the first; the causal mask hides entries
+        that are still unused."""
         return self.schedule.window, self.place - self.held() if self.is_initialized else 0  # type: ignore[return-value]
 
     def get_max_length(self) -> int:
-        """The size of the buffers, in which texts of any length fit."""
+        """The size of the buffers, which do not limit the length of a text."""
         return self.schedule.window
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values `[B, H_kv, q, D]` behind the entries, for which `make_room` has made room."""
+        """Write keys and values `[B, H_kv, q, D]` behind the stored entries; `make_room` must have made room before."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         at = self.held() + torch.arange(key_states.shape[2], device=self.device)
@@ -76,7 +78,7 @@ class StaticMemory(Memory):
 
     @torch.no_grad()
     def make_room(self, length: int, keys: Tensor, values: Tensor) -> None:
-        """Compress the buffers in place if the next `length` tokens cause it."""
+        """Compress the buffers in place if the next `length` tokens make a compression due."""
         self.schedule.fit(self.seen, length)
         if self._is_due(length):
             for buffer, x in zip((keys, values), self._compressed(keys, values), strict=True):
@@ -84,7 +86,7 @@ class StaticMemory(Memory):
         self.seen += length
 
     def branch(self) -> StaticMemory:
-        """An independent continuation of this memory, with buffers of its own."""
+        """An independent copy of this memory to continue from, with buffers of its own."""
         return copy.deepcopy(self)
 
 
@@ -101,7 +103,7 @@ class StaticCache(MemoryCache):
         _CACHES[number] = self
 
     def admit(self, attention_mask: object) -> None:
-        """Refuse padding, also in the masks `[B, 1, q, N]` that `generate` makes for a cache that compiles."""
+        """Refuse padding, also in the 4-D masks `[B, 1, q, N]` that `generate` makes for a cache that compiles."""
         mask = attention_mask.get("full_attention") if isinstance(attention_mask, Mapping) else attention_mask
         if isinstance(mask, Tensor) and mask.ndim == 4:
             length = mask.shape[2]
@@ -110,12 +112,12 @@ class StaticCache(MemoryCache):
         super().admit(mask)
 
     def pad(self, pads: Sequence[int], *args: object) -> None:
-        """ValueError: all rows share the tokens at which they are compressed."""
+        """Raise a `ValueError` if there is padding, because all sequences must be compressed at the same tokens."""
         if pads:
             raise ValueError("a static cache takes rows of equal length: leave out static, or pass rows one at a time")
 
     def make_room(self, length: int) -> None:
-        """Compress all layers in place if the next `length` tokens cause it."""
+        """Compress all layers in place if the next `length` tokens make a compression due."""
         buffers = [buffer for layer in self.layers for buffer in (layer.keys, layer.values)]
         if not torch.compiler.is_compiling():
             _make_room(self.layers, buffers, length)
@@ -125,7 +127,7 @@ class StaticCache(MemoryCache):
             torch.ops.fathom.make_room(self.number, buffers, length)
 
     def branch(self) -> StaticCache:
-        """An independent continuation of this cache, with buffers of its own."""
+        """An independent copy of this cache to continue from, with buffers of its own."""
         new = super().branch()
         new._enter()
         return new

@@ -1,4 +1,4 @@
-"""Compressed caches on disk: a context that was read once, for questions in another process.
+"""Stores compressed caches on disk: a context that was read once can be used for questions in another process.
 
 A file is in safetensors: the entries of all layers, with the method, its schedules and the padding in the header. After
 a prompt that is compressed once no method is needed any more, so what a press of kvpress has left is stored too.
@@ -35,7 +35,8 @@ STORED = ("keys", "values", "first", "queries")
 
 
 class Kept(Selection):
-    """What a method without a name has chosen of a prompt: entries are added to it, and none are chosen again.
+    """Stands for the method of a stored prompt if that method has no name: further entries are appended, and none are
+    removed.
 
     Args:
         schedule: That of the prompt.
@@ -51,12 +52,12 @@ class Kept(Selection):
         self.observed, self.moves = observed, moves
 
     def scores(self, held: Held) -> Tensor:
-        """ValueError: the method is not in the file."""
+        """Raise a `ValueError`: the method that scored the entries is not in the file."""
         raise ValueError("a cache from a file holds one prompt: read another one into a new cache")
 
 
 def save_cache(cache: MemoryCache, path: str | Path) -> None:
-    """Write a cache of growing memories, with its entries, to a safetensors file."""
+    """Write a cache whose memories grow, with its entries, to a safetensors file."""
     if not cache.seen:
         raise ValueError("this cache is empty: read the context before it is stored")
     name = cache.method.name
@@ -88,7 +89,7 @@ def save_cache(cache: MemoryCache, path: str | Path) -> None:
 
 
 def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
-    """The cache of a file that `save_cache` wrote, on the device of the model that read it."""
+    """Load a cache from a file that `save_cache` wrote, onto the device of the model that read the context."""
     with safe_open(str(path), "pt", device=str(model.device)) as file:
         about: dict[str, Any] = json.loads((file.metadata() or {}).get("fathom_kvcache", "null"))
         if about is None:
@@ -111,22 +112,22 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
 
 
 def _parts(layer: CacheLayerMixin) -> dict[int, CacheLayerMixin]:
-    """What holds a layer's entries, by padding."""
+    """The objects that hold a layer's entries, keyed by the padding of the sequences."""
     return dict(layer.memories) if isinstance(layer, Padded) else {0: layer}
 
 
 def _memories(layer: CacheLayerMixin) -> list[Memory]:
-    """What holds the entries of a layer that is compressed."""
+    """The memories that hold the entries of a compressed layer; empty for other layers."""
     return [part for part in _parts(layer).values() if isinstance(part, Memory)]
 
 
 def _state(layer: object) -> State | None:
-    """The state of a layer, alone or beside its entries."""
+    """The recurrent state of a layer, whether alone or next to its entries; None if it has no state."""
     return layer.state if isinstance(layer, Memory) else layer if isinstance(layer, State) else None
 
 
 def _described(layer: CacheLayerMixin, kind: type[Method]) -> dict[str, object]:
-    """A layer without its tensors, whose methods will be of a class."""
+    """The description of a layer, without its tensors, for a file; its methods will be rebuilt as the class `kind`."""
     if not isinstance(layer, CacheLayerMixin):
         return {"keeps": "no keys"}
     if type(layer) is DynamicSlidingWindowLayer:
@@ -143,7 +144,8 @@ def _described(layer: CacheLayerMixin, kind: type[Method]) -> dict[str, object]:
 
 
 def _recipe(method: Method, of: type[Method]) -> dict[str, object]:
-    """Schedule and options: what the class takes, under the names of the method's attributes."""
+    """The arguments, schedule and options, from which a method's class can be rebuilt, under the names of the method's
+    attributes."""
     options = list(inspect.signature(of).parameters)[2:]
     kind = type(method.schedule).__name__
     return {"schedule": [kind, asdict(method.schedule)], "options": {name: getattr(method, name) for name in options}}
@@ -157,7 +159,7 @@ def _layer(
     tensors: dict[str, Tensor],
     own: tuple[object, State | None],
 ) -> CacheLayerMixin:
-    """A layer with its entries and its state."""
+    """Rebuild a layer from a file, with its entries and its state."""
     if (state := copy.deepcopy(own[1])) is not None:
         state.take({name.partition(".")[2]: x for name, x in tensors.items() if name.startswith(f"{i}.state.")})
     if "keeps" in said:

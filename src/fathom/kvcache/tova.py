@@ -1,4 +1,5 @@
-"""TOVA (arXiv 2401.06104): keep what the last query attends to, averaged over all heads, and the last entry."""
+"""TOVA (arXiv 2401.06104): keep the last entry and those that the last query attends to most, averaged over all
+heads."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from .method import Held, Selection
 
 
 class Tova(Selection):
-    """One choice for all heads of a layer."""
+    """Keeps the entries that the last query attends to; all heads of a layer keep the same entries."""
 
     name = "tova"
     observed = 1

@@ -1,4 +1,5 @@
-"""Hooks for what a cache layer cannot do: split long inputs, observe queries, and refuse padding, packed rows and gaps.
+"""Forward hooks for what a cache layer cannot do: split long inputs, observe queries, and refuse padding, packed
+sequences and gaps.
 
 A layer gets keys and values only. So a hook on the decoder looks at the arguments of every forward pass with a
 compressed cache. It refuses those that would put something other than the text into the memory, reads all but the last
@@ -38,7 +39,7 @@ SLICED = {"input_ids": 1, "inputs_embeds": 1, "position_ids": -1}
 
 @dataclass
 class Pass:
-    """A forward pass that is running."""
+    """The state of a running forward pass."""
 
     earlier: list[ModelOutput] = field(default_factory=list)
     """Outputs of the pieces before the last."""
@@ -47,7 +48,7 @@ class Pass:
 
 
 class _Passes(threading.local):
-    """The passes that a thread has begun, innermost last, of each decoder."""
+    """The forward passes that a thread has begun in each decoder, the innermost last."""
 
     def __init__(self) -> None:
         self.of: WeakKeyDictionary[PreTrainedModel, list[Pass]] = WeakKeyDictionary()
@@ -60,13 +61,13 @@ _LOCK = threading.Lock()
 
 
 def decoder_of(model: nn.Module) -> PreTrainedModel:
-    """The module that makes masks and positions, also inside a PEFT wrapper."""
+    """The decoder module, which makes masks and positions, also if the model is in a PEFT wrapper."""
     find = getattr(model, "get_decoder", None)
     return cast("PreTrainedModel", model if find is None else find())
 
 
 def watch(model: nn.Module) -> None:
-    """Hook into every forward pass of `model` that carries a compressed cache; a second call has no effect."""
+    """Add hooks to `model` for every forward pass with a compressed cache; a second call has no effect."""
     decoder = decoder_of(model)
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
@@ -74,7 +75,7 @@ def watch(model: nn.Module) -> None:
 
 
 def named(decoder: PreTrainedModel, args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward pass by name."""
+    """The arguments of a forward pass, all by name."""
     return {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs} if args else kwargs
 
 
@@ -123,7 +124,7 @@ def _before(
 
 
 def show(decoder: PreTrainedModel) -> None:
-    """Attend by the backend that shows queries to memories, which changes nothing else."""
+    """Switch the decoder to the attention backend that shows queries to memories, which changes nothing else."""
     with _LOCK:
         plain, passes = _SHOWING.get(decoder, (decoder.config._attn_implementation, 0))
         if not passes:
@@ -132,7 +133,7 @@ def show(decoder: PreTrainedModel) -> None:
 
 
 def hide(decoder: PreTrainedModel) -> None:
-    """Attend as before, if no other pass needs what `show` has set."""
+    """Restore the decoder's attention backend, unless another forward pass still needs the one that `show` has set."""
     with _LOCK:
         plain, passes = _SHOWING.pop(decoder)
         if passes > 1:
@@ -142,7 +143,8 @@ def hide(decoder: PreTrainedModel) -> None:
 
 
 def _masks(decoder: PreTrainedModel, cache: MemoryCache, tokens: Tensor) -> object:
-    """What the next tokens of a padded batch see: attention their memory, the rest the text without padding."""
+    """The attention masks for the next tokens of a padded batch: compressed layers see their memory, other layers all
+    tokens that are no padding."""
     length, config = tokens.shape[1], family(decoder.config)
     memory = cache.mask(length).to(tokens.device)
     if not (any(cache.is_sliding) or has_states(config)):
@@ -165,7 +167,8 @@ def tokens_of(given: dict[str, Any]) -> Tensor:
 
 
 def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> Any:
-    """Restore the attention, and join the hidden states of all pieces; also called after an error."""
+    """Restore the attention backend, and join the hidden states of all pieces of an input; also called after an
+    error."""
     if torch.compiler.is_compiling() or not (under_way := _UNDER_WAY.of.get(decoder)):
         return None
     now = under_way.pop()
@@ -177,7 +180,7 @@ def _after(decoder: PreTrainedModel, args: tuple[object, ...], output: Any) -> A
 def _read_all_but_the_last(
     decoder: PreTrainedModel, cache: MemoryCache, given: dict[str, Any], now: Pass
 ) -> dict[str, Any]:
-    """Read all pieces but the last, and return the arguments for the last one."""
+    """Read all pieces of an input but the last, and return the arguments for the last piece."""
     length = tokens_of(given).shape[1]
     cuts = cache.cuts(length)
     if len(cuts) < 2:
@@ -192,7 +195,7 @@ def _read_all_but_the_last(
 
 
 def joined(outputs: list[ModelOutput]) -> ModelOutput:
-    """The output of a decoder for a whole input, from the outputs for its pieces."""
+    """The output of a decoder for a whole input, joined from the outputs for the input's pieces."""
     last = outputs[-1]
     if not isinstance(last, ModelOutput):
         raise ValueError("an input that crosses a compression needs return_dict=True")
@@ -213,7 +216,8 @@ def joined(outputs: list[ModelOutput]) -> ModelOutput:
 
 
 def _along_tokens(parts: list[Any], outputs: list[ModelOutput]) -> Any:
-    """Values of a recurrence's state: values per token are joined, others are those of the last piece."""
+    """Join a recurrence's state over pieces of an input: values per token are concatenated, and of other values the
+    last piece's is taken."""
     lengths = [output.last_hidden_state.shape[1] for output in outputs]
     if all(isinstance(x, Tensor) and x.ndim > 1 and x.shape[1] == n for x, n in zip(parts, lengths, strict=True)):
         return torch.cat(parts, dim=1)
@@ -221,7 +225,7 @@ def _along_tokens(parts: list[Any], outputs: list[ModelOutput]) -> Any:
 
 
 def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
-    """Refuse a cache that was built for a model with other rotary angles: it would rotate keys wrongly."""
+    """Refuse a cache that was built for a model with other rotary angles, because it would rotate keys wrongly."""
     if decoder not in _ROPES:
         refuse(decoder.config, cache.schedule.window)
         _ROPES[decoder] = Rope(decoder.config)

@@ -22,7 +22,7 @@ BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8":
 
 
 def backend_layer(backend: str) -> type[backends.DynamicLayer]:
-    """The layer that stores entries through a backend."""
+    """The cache layer class that stores entries through a quantisation backend."""
     if backend in OWN:
         return OWN[backend]
     if backend not in BACKENDS:
@@ -34,7 +34,7 @@ def backend_layer(backend: str) -> type[backends.DynamicLayer]:
 
 
 def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A growing cache, stored unchanged or through a backend."""
+    """A growing, uncompressed cache, stored unchanged or through a quantisation backend."""
     if quantized is None:
         return DynamicCache(config=config)
     layer = backend_layer(quantized)
@@ -46,7 +46,7 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
 
 
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A cache that is allocated in advance."""
+    """An uncompressed cache of static size that is allocated in advance."""
     if quantized is not None:
         raise ValueError(f"quantized={quantized}: method 'full_static' stores entries as they are")
     if room is None:
@@ -55,7 +55,7 @@ def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None)
 
 
 def stored_in(backend: str, config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A growing cache that is stored through a backend."""
+    """A growing, uncompressed cache that stores its entries through a quantisation backend."""
     if quantized is not None:
         raise ValueError(f"quantized={quantized}: method 'full_{backend}' says that already")
     return growing(config, room, backend)
