@@ -55,7 +55,7 @@ class Padded(Memory):
         return max(memory.compressions for memory in self.memories.values())
 
     def lengths(self, query_length: int) -> list[int]:
-        """The number of keys of each sequence for `query_length` new tokens, padding included."""
+        """The number of keys, without padding, that each sequence has after `query_length` further columns."""
         found = {pad: memory.get_mask_sizes(self._real(pad, query_length))[0] for pad, memory in self.memories.items()}
         return [found[pad] for pad in self.pads]
 
