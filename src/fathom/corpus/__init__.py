@@ -1,1 +1,1 @@
-"""Documents to cleaned, deduplicated, decontaminated and mixed token shards, with a report on every step."""
+"""Turns documents into cleaned, deduplicated, decontaminated and mixed token shards, with a report on every step."""

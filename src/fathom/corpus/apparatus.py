@@ -1,5 +1,5 @@
-"""Text that editors, programs and players put between the words of a document: citations, notes, targets of links, time
-codes, what lines begin with, and the escapes of URLs, of mail and of programs.
+"""Finds text that editors, programs and video players insert between a document's own words: citations, notes, link
+targets, time codes, line prefixes, and the escape sequences of URLs, e-mail and programming languages.
 
 Decontamination reads a text a second time without them. So nothing is lost where a pattern takes away what belongs to
 the text: the first reading still has it. Each pattern begins with a literal character, which a search finds fast.
@@ -108,7 +108,7 @@ _LINE, _THOUSANDS = re.compile(LINE), re.compile(THOUSANDS)
 
 
 def changes(text: str) -> list[Change]:
-    """(start, end, what stands there without it) of each piece of a text's apparatus, in order."""
+    """(start, end, replacement) of each citation, note, link target or other insertion in a text, in order."""
     found, end = [], 0
     for start, stop, new in sorted(_found(text), key=lambda one: (one[0], -one[1])):
         if start >= end:

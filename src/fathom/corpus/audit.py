@@ -1,4 +1,5 @@
-"""`fathom corpus audit`: which questions of benchmarks stand in a folder of text, and which this search would miss.
+"""`fathom corpus audit`: finds benchmark questions in a folder of text, and measures how many such leaks this search
+misses.
 
 The documents are read as `fathom corpus` reads them, rows of data sets with all of their fields, and searched as they
 are: nothing is filtered before. Then the audit plants each benchmark's own questions in excerpts of these documents, in
@@ -59,7 +60,8 @@ class Audited:
     """Planted and found questions by form, and by length of the question."""
 
     def by_length(self) -> dict[str, tuple[int, int]]:
-        """Planted and found over all forms."""
+        """For each question length: how many questions were planted and how many of them were found, over all forms of
+        leak."""
         cells = [row for row in self.recall.values()]
         return {
             length: (sum(row[length][0] for row in cells), sum(row[length][1] for row in cells)) for length in LENGTHS
@@ -147,7 +149,8 @@ def audit(
 
 @contextmanager
 def _removed_if_refused(stages: Path) -> Iterator[None]:
-    """Remove what was begun on unusable input, unless an earlier audit began it; a killed audit's is resumed."""
+    """If the input is unusable, remove the files that this audit wrote; files of an earlier audit that was killed are
+    kept, and that audit can be resumed."""
     new = not stages.exists()
     try:
         yield
@@ -168,7 +171,7 @@ def _is_ours(directory: Path) -> bool:
 
 
 def _benchmark_files(given: Sequence[str]) -> Iterator[tuple[str, BenchmarkFile]]:
-    """Names and files; a folder's files have the folder's name and their own."""
+    """(name, file) of each benchmark; a file in a folder is named after both the folder and the file."""
     seen: set[str] = set()
     for text in given:
         name, _, path = text.rpartition("=")
@@ -239,7 +242,7 @@ def audit_page(found: Audit, inputs: Sequence[str]) -> str:
 
 
 def _recall(found: Audit) -> str:
-    """Which share of the planted questions the search finds."""
+    """A sentence for the report: what share of the planted questions the search finds."""
     cells = [cell for one in found.benchmarks.values() for cell in one.by_length().values()]
     planted, seen = (sum(column) for column in zip(*cells, strict=True)) if cells else (0, 0)
     return f"The search finds {100 * seen / planted:.1f} % of planted ones." if planted else "No question was planted."

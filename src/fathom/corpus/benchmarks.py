@@ -69,7 +69,8 @@ class Item:
     """Other texts that count as the right answer."""
 
     def cannot_be_asked(self) -> str:
-        """Why `fathom evaluate` cannot ask a question with a right choice; empty if it can."""
+        """Why `fathom evaluate` cannot ask this multiple-choice question; empty if it can, or if the item has no right
+        choice."""
         if not self.choices or self.answer is None:
             return ""
         if not all(self.choices):
@@ -84,7 +85,7 @@ class Item:
 
 
 def filled(item: Item, stem: str) -> str:
-    """A question with its answer in its blank; empty without a blank or an answer."""
+    """The question with its blank filled in by the answer; empty if it has no blank or no answer."""
     return BLANK.sub(lambda _: item.gold, stem) if item.gold and BLANK.search(stem) else ""
 
 
@@ -139,7 +140,8 @@ def _truth_choices(stem: str) -> tuple[str, str]:
 
 
 def _of_truth(item: Item, choices: tuple[str, str], holds: bool) -> Item:
-    """An open item as a question with two choices; the first one says that the statement is true."""
+    """A true/false item without choices, as a question with two choices, the first of which says that the statement is
+    true."""
     other = TRUTHS["true" if choices[0] == "Yes" else "yes"][not holds]
     accepted = dict.fromkeys((*item.golds(), *item.accepted, other))
     gold = choices[not holds]
@@ -218,7 +220,8 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
 
 
 def _of_chat(row: Mapping[str, object]) -> Mapping[str, object]:
-    """Turn a row of messages, in any format, into its last question and answer; other rows stay unchanged."""
+    """Turn a row of chat messages, in any chat format, into its last question and answer; rows without messages stay
+    unchanged."""
     if not any(isinstance(row.get(key), list) for key in ("messages", "conversations")) and "instruction" not in row:
         return row
     try:
@@ -234,7 +237,8 @@ def _of_chat(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _given(given: object, choices: Sequence[str]) -> list[object]:
-    """An answer and the alternatives that are accepted, from a list or an object."""
+    """The right answer and other accepted answers, read from an answer field that holds a text, a list or a JSON
+    object."""
     if isinstance(given, Mapping):  # TriviaQA: {"value": ..., "aliases": [...]}; SQuAD: {"text": [...]}
         texts = given.get("text", given.get("aliases"))
         given = [*([given["value"]] if "value" in given else []), *(texts if isinstance(texts, list) else [])]
@@ -266,7 +270,7 @@ def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:
 
 
 def _flat(question: str) -> tuple[str, list[str], list[str]]:
-    """Question, choices and labels of a question text that lists its choices: `... Choose from: A. ... B. ...`."""
+    """Question, choices and labels of a question whose text lists its choices, as in `… Choose from: A. … B. …`."""
     begins = list(OPTION.finditer(question))
     letters = [match[1] for match in begins]
     first = _first_option(letters)
@@ -281,7 +285,8 @@ def _flat(question: str) -> tuple[str, list[str], list[str]]:
 
 
 def _first_option(letters: Sequence[str]) -> int | None:
-    """Where the options begin: from there on the labels are A, B, … in order, or each of these letters occurs once."""
+    """The index of the first option: from it on, the labels are A, B, … in order, or each of these letters occurs
+    once."""
     starts = range(len(letters) - 1)
     wanted = [list(LETTERS[: len(letters) - start]) for start in starts]
     in_order = (start for start in starts if list(letters[start:]) == wanted[start])
@@ -316,7 +321,8 @@ def _gold(
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """Faults of a benchmark: the number of items per fault, the first of them, and the score of guessing."""
+    """Faults of a benchmark: for each fault, the number of items and the first few of them; also the score of
+    guessing."""
 
     items: int
     questions: int
@@ -381,11 +387,11 @@ def _lists_options(item: Item) -> bool:
 
 
 def _addresses(items: Sequence[Item]) -> dict[int, str]:
-    """A name for each item: its id, with its number from 1 if several items have the same id."""
+    """A name for each item: its id, followed by the item's number (from 1) if several items have the same id."""
     often = Counter(item.id for item in items)
     return {id(one): one.id if often[one.id] == 1 else f"{one.id} (item {n})" for n, one in enumerate(items, 1)}
 
 
 def _key(choice: str) -> str:
-    """A key that is equal for equal choices: it ignores case and outer spaces, but not punctuation."""
+    """A key by which two choices are compared: it ignores case and extra white space, but not punctuation."""
     return " ".join(choice.lower().split())

@@ -76,7 +76,7 @@ def _collections(workspace: Workspace) -> Iterator[str]:
 
 
 def _token_counts(workspace: Workspace) -> dict[str, int]:
-    """Documents and tokens of every collection's splits, conversations among them."""
+    """The numbers of documents (or conversations) and of tokens in each split of every collection."""
     found: dict[str, int] = {}
     for one in [*workspace.outputs("tokenize", SHARDS), *workspace.outputs("converse", SHARDS)]:
         facts = read_json(workspace.path(one))
@@ -88,7 +88,7 @@ def _token_counts(workspace: Workspace) -> dict[str, int]:
 
 
 def _numbers(workspace: Workspace) -> Iterator[str]:
-    """How many numbers the readers altered or lost, and examples."""
+    """Lines on how many numbers of the source pages the file readers altered or lost, with examples."""
     counts = workspace.manifest("ingest").counts
     yield f"Numbers altered or lost: {counts['wrong']:,} of {counts['numbers']:,}, in a sample of {counts['checked']:,}"
     yield "pages, papers and books (HTML, TEI, JATS, EPUB) whose markup was compared with the text that was read."
@@ -107,7 +107,8 @@ def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
 
 
 def _dropped(workspace: Workspace) -> Iterator[str]:
-    """One table row for each reason, one column for each collection."""
+    """A table of how many documents were read, dropped and kept: one row for each reason, one column for each
+    collection."""
     names = list(workspace.recipe.collections)
     read, cleaned = _by_collection(workspace, "ingest"), _by_collection(workspace, "clean")
     gone = workspace.manifest("duplicates").counts
@@ -153,7 +154,8 @@ def _masked(cleaned: Iterable[Counter[str]]) -> Iterator[str]:
 
 
 def _languages(cleaned: Iterable[Counter[str]]) -> str:
-    """The languages of documents that were dropped for their language or for few stop words."""
+    """The languages of documents that were dropped because of their language or because they contain too few stop
+    words."""
     before = LEFT.format("")
     found: Counter[str] = Counter()
     for one in cleaned:
@@ -163,7 +165,7 @@ def _languages(cleaned: Iterable[Counter[str]]) -> str:
 
 
 def _pairs(workspace: Workspace) -> Iterator[str]:
-    """How many questions of each kind were made of papers, and how many are left."""
+    """A table of how many question-answer pairs of each kind were made from papers, and how many of them were kept."""
     made, kept = _by_collection(workspace, "ingest"), _by_collection(workspace, "converse")
     rows = [
         [name, pair, made[name][f"{PAIR} {pair}"], kept[name][f"{PAIR} {pair}"]]
@@ -175,7 +177,8 @@ def _pairs(workspace: Workspace) -> Iterator[str]:
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
-    """Documents that contain an item, by action."""
+    """For each collection, the number of documents that contain a benchmark item, by the action taken (drop, cut,
+    report)."""
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
     # One task for each file of documents, in their order; none without a benchmark.
     for (arguments, _), task in zip(clean_parts(workspace), workspace.manifest("contamination").tasks, strict=False):

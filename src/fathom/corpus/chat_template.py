@@ -1,4 +1,5 @@
-"""A tokenizer's own chat template as pieces: the text around the messages, and which pieces are trained on.
+"""Splits the output of a tokenizer's own chat template into pieces: the messages and the text around them, each with a
+flag that says whether it is trained on.
 
 A template is a program and does not say which part of its output is a message. It is therefore run on a conversation in
 which a unique mark replaces every message; the text between the marks belongs to the template. With the messages put
@@ -61,7 +62,8 @@ class TokenizerTemplate:
                 place += len(MARKS.format(order[number]))
 
     def _render(self, messages: Sequence[ChatMessage]) -> tuple[str, list[tuple[int, int]]]:
-        """What the template makes of messages, and the spans that it marks."""
+        """The text that the template renders from messages, and the (start, end) spans that it marks as the
+        assistant's."""
         from jinja2.exceptions import TemplateError as JinjaError
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -99,14 +101,14 @@ class TokenizerTemplate:
         return trained
 
     def _end_of_turn(self, after: str, start: int) -> int:
-        """The end of the special token that follows an answer."""
+        """The position behind the special token that ends an answer."""
         found = self._tokens.search(after)
         if found is None or after[: found.start()].strip():
             raise DataError("the template ends an answer with no token of its own")
         return start + found.end()
 
     def _fixed(self, text: str, trained: Sequence[bool]) -> Iterator[TemplatePart]:
-        """The template's own text, cut at special tokens and where learning begins or ends."""
+        """The template's own text in parts, cut at special tokens and wherever the loss mask changes."""
         edges = {0, len(text), *(n for n in range(1, len(text)) if trained[n] != trained[n - 1])}
         whole = {(found.start(), found.end()) for found in self._tokens.finditer(text)}
         cuts = sorted(edges | {edge for span in whole for edge in span})
@@ -115,7 +117,7 @@ class TokenizerTemplate:
 
 
 def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list[str]:
-    """Each message as the template writes it: unchanged, or stripped of blanks at its ends."""
+    """Each message as the template writes it: unchanged, or stripped of white space at its start, its end or both."""
     found, place = [], len(around[0])
     if not said.startswith(around[0]):
         raise DataError("the template's text around the messages depends on what they say")

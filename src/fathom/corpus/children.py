@@ -1,4 +1,4 @@
-"""Python processes of ours that answer requests, each one line of JSON."""
+"""Child Python processes that Fathom starts; they answer requests, each of which is one line of JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import IO, Any
 
 
 def started(program: str, stderr: int | None = None) -> subprocess.Popen[str]:
-    """A process that runs a program; it finds the same modules as this one."""
+    """Start a Python process that runs a program; it imports modules from the same paths as the current process."""
     # Python started with -c looks for modules in the working directory first: a user's file could shadow one of ours.
     program = f"import sys; sys.path[:] = filter(None, sys.path)\n{program}"
     environment = {
@@ -45,7 +45,8 @@ def ask(process: subprocess.Popen[str], request: object) -> dict[str, Any] | Non
 
 
 def answering() -> Callable[[object], None]:
-    """The function that writes an answer; anything else that this process prints goes to standard error from now on."""
+    """Returns the function that writes an answer to standard output, and redirects all other output of this process to
+    standard error."""
     replies: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

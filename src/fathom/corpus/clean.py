@@ -52,7 +52,7 @@ class Clean(Stage):
     uses = ("normalize",)
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         filters = map(self.recipe.filter_of, self.recipe.collections)
         judged = [one for one in filters if one.languages]
         listed = [one for one in judged if one.min_stop_words is not None]
@@ -95,7 +95,7 @@ class Clean(Stage):
     def _dropped(
         self, path: Path, limits: Filter | None, writer: PartWriter, counts: Counter[str]
     ) -> Iterator[dict[str, object]]:
-        """Yields the dropped documents; kept ones go to the writer."""
+        """Yields a report line for each dropped document, and passes each kept document to the writer."""
         for document in read_part(path):
             counts["documents"] += 1
             for name, count in self._normalize(document).items():
@@ -112,7 +112,7 @@ class Clean(Stage):
             yield {"id": document.id, "path": document.path, "reason": reasons[0].rule, "all": list(map(vars, reasons))}
 
     def _normalize(self, document: Document) -> Counter[str]:
-        """Bring a document into its form; returns how often private data was masked in it, by kind."""
+        """Normalise a document in place; returns how many pieces of private data were masked in it, by kind."""
         normal = self.recipe.normalize
         counts: Counter[str] = Counter()
         if document.messages is None:

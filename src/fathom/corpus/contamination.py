@@ -35,7 +35,7 @@ class Benchmarks(Stage):
     uses = ("decontaminate.words", "decontaminate.whole", "decontaminate.shortest")
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         found = []
         for name, one in self.recipe.decontaminate.benchmarks.items():
             place = Path(one.path.partition("#")[0]).expanduser()
@@ -47,7 +47,7 @@ class Benchmarks(Stage):
         return found
 
     def check(self) -> None:
-        """Refuse, before any work, a benchmark that is still to be read and cannot be."""
+        """Refuse, before any work, a benchmark file that cannot be read, unless an earlier run has already read it."""
         for task in self.tasks():
             if not self.done(task):
                 self._items(task)
@@ -100,7 +100,7 @@ class Contamination(Stage):
         return {name: one.action or leaks.action for name, one in leaks.benchmarks.items()}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         indices, items = (self.workspace.outputs("benchmarks", name) for name in ("index.npz", "items.jsonl"))
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         removed = self.workspace.outputs("duplicates", ".npy")
@@ -142,7 +142,7 @@ class Contamination(Stage):
     def _search(
         self, path: Path, removed: set[int], wanted: tuple[Sequence[str], Matcher], counts: dict[str, int]
     ) -> Iterator[tuple[int, Document, list[tuple[str, Hit]]]]:
-        """Rows in which an item was found."""
+        """Yields (row, document, hits) for each document in which a benchmark item was found."""
         names, matcher = wanted
         for batch in _row_batches(path, removed):
             counts["documents"] += len(batch)
@@ -152,7 +152,7 @@ class Contamination(Stage):
                     yield row, document, [(names[benchmark], hit) for benchmark, hit in mine]
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
-        """The strictest action of the matching benchmarks, and the passages to cut."""
+        """The strictest action set for any benchmark found in the document, and the passages to cut."""
         actions = self._actions()
         wanted = {actions[name] for name, _ in found}
         if "drop" in wanted or ("cut" in wanted and document.messages is not None):
@@ -171,7 +171,8 @@ class Contamination(Stage):
 
 
 def _too_short(document: Document, spans: Sequence[Sequence[int]], least: int) -> tuple[list[dict[str, object]], bool]:
-    """Report lines on the pieces of a cut document that have too few words, and whether any other piece remains."""
+    """Report lines on the pieces of a cut document that have too few words, and whether any long enough piece
+    remains."""
     pieces = [piece for piece in pieces_of(document, spans) if piece.n_words]
     lost: list[dict[str, object]] = [
         {"id": one.id, "path": one.path, "of": document.id, "reason": "min_words", "value": one.n_words, "limit": least}
@@ -226,7 +227,7 @@ class Flags(Stage):
     version = 2
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         items = self.workspace.outputs("benchmarks", "items.jsonl")
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
         hits = self.workspace.outputs("contamination", "hits.jsonl")
@@ -261,7 +262,8 @@ class Flags(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkCheck(SelfCheck):
-    """A self-check with the benchmark's name, and the items that cannot be searched for by their question alone."""
+    """The self-check of a benchmark, with its name and the ids of items that a search for the question alone cannot
+    find."""
 
     benchmark: str
     template_only: list[str]

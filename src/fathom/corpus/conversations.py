@@ -1,4 +1,4 @@
-"""Conversations: rows of several formats as one list of messages."""
+"""Conversations: converts rows of several chat formats into one format, a list of messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
 
 
 def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[ConversationMessage]]:
-    """The conversation with the chosen answer of a row, and the rejected answer.
+    """The conversation that ends with the chosen answer of a preference row, and the rejected answer to the same
+    prompt.
 
     `chosen` and `rejected` are answers to `prompt`, as text or messages, or two conversations that begin alike.
     """
@@ -66,7 +67,7 @@ def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[
 
 
 def _answer(value: object, key: str, before: Sequence[ConversationMessage]) -> list[ConversationMessage]:
-    """An answer as messages, without the prompt if it is repeated."""
+    """An answer as messages, without the prompt's messages if the answer repeats them."""
     if isinstance(value, str):
         messages = _turns(value) or [{"role": "assistant", "content": value}]
     else:
@@ -75,7 +76,8 @@ def _answer(value: object, key: str, before: Sequence[ConversationMessage]) -> l
 
 
 def _turns(text: str) -> list[ConversationMessage]:
-    """The turns of a text with `Human:` and `Assistant:`; none if it has none."""
+    """The turns of a text that marks its speakers with `Human:` and `Assistant:`; empty if the text has no such
+    turns."""
     parts = TURN.split(text.strip() if text.lstrip().startswith("Human:") else "")
     return [
         {"role": "user" if who == "Human" else "assistant", "content": said.strip()}

@@ -40,13 +40,14 @@ def check_template(recipe: CorpusRecipe) -> None:
 
 
 class Converse(Stage):
-    """One task for the conversation files of one shard; conversations that the template rejects are listed."""
+    """Makes one task for the conversation files of each shard, and lists the conversations that the template
+    rejects."""
 
     name = "converse"
     uses = ("tokenize.held_out", "converse")
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "conversations"]
         own = self._own_template() if parts and self.recipe.converse.template == OWN else {}
         return [
@@ -55,7 +56,8 @@ class Converse(Stage):
         ]
 
     def _own_template(self) -> dict[str, str]:
-        """Settings that change with the tokenizer's own template, so that a changed template invalidates the tasks."""
+        """Hashes of the tokenizer's own chat template, as task arguments, so that a changed template invalidates the
+        tasks."""
         names = ("chat_template.jinja", TOKENIZER_CONFIG)
         return {name: one.sha256 for name in names for one in self.workspace.outputs("tokenizer", name)}
 
@@ -114,7 +116,8 @@ class Converse(Stage):
 
     @staticmethod
     def _encoded(encoder: ConversationEncoder, document: Document) -> tuple[list[int], list[bool], int] | str:
-        """Tokens, loss mask and the number of dropped exchanges; or the reason why there are none."""
+        """Token ids, loss mask and number of dropped exchanges of a conversation; or the reason why it cannot be
+        encoded."""
         try:
             found = encoder.encode(document.messages or [])
         except DataError:

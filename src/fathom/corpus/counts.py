@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass
 class CorpusCounts:
-    """How many documents of a corpus were read, left out and why, and what is left."""
+    """How many documents of a corpus were read, how many were left out for which reason, and what remains."""
 
     read: int
     unreadable: int
@@ -21,7 +21,7 @@ class CorpusCounts:
 
     @classmethod
     def of(cls, stages: Mapping[str, Mapping[str, int]]) -> CorpusCounts:
-        """From the counts of each stage."""
+        """The counts of a corpus, computed from the counts of each stage."""
         found = {name: stages.get(name, {}) for name in ("ingest", "clean", "duplicates", "contamination", "tokenize")}
         read, readable = (found["ingest"].get(key, 0) for key in ("documents", "ok"))
         return cls(

@@ -1,4 +1,5 @@
-"""Passages that are nearly a question: with a word inserted or missing, other spellings, or errors of OCR.
+"""Finds passages that nearly equal a benchmark question: with a word inserted or missing, other spellings, or OCR
+errors.
 
 Seeds are runs of four words that one question alone has. Where two of a question stand in a text as in the
 question, eight words in all or five in a row, the rest is aligned word by word to both sides. Words match if few of
@@ -45,14 +46,15 @@ KEPT = frozenset(["not", "never", "no", "none", "nothing", "neither", "nor", "ex
 
 
 class Asked(NamedTuple):
-    """A question with its passage, or alone."""
+    """One wording of a question as a list of words, either with its passage or without it."""
 
     item: int
     words: list[str]
 
 
 def questions(items: Sequence[Item]) -> tuple[list[Asked], list[str]]:
-    """What to search for, and its texts: each question with its passage, and if it has one, the question alone, too.
+    """The questions to search for, as words and as texts; a question that has a passage occurs twice: with the passage
+    and alone.
 
     A blank is filled in, since another word in its place is another question.
     """
@@ -64,7 +66,8 @@ def questions(items: Sequence[Item]) -> tuple[list[Asked], list[str]]:
 
 
 def seeds_of(items: Sequence[Item], groups: Sequence[int]) -> dict[str, NDArray[np.uint64] | NDArray[np.int64]]:
-    """Seeds, sorted, with the question and the place of each, and 1 if other questions share it.
+    """Sorted seeds (hashes of short word runs), with the question and word position of each, and 1 if other questions
+    share the seed.
 
     A question's right answer owns its seeds, too.
     """
@@ -90,7 +93,7 @@ def seeds_of(items: Sequence[Item], groups: Sequence[int]) -> dict[str, NDArray[
 
 
 def _owners(runs: Numbers, owner: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many owners each run has, wherever it stands."""
+    """For each run of words, the number of distinct owners (questions) in which the run occurs, at any position."""
     order = np.lexsort((owner, runs))
     new = np.diff(runs[order], prepend=~runs[order[:1]]) != 0
     fresh = new | (np.diff(owner[order], prepend=-1) != 0)
@@ -103,7 +106,8 @@ def _owners(runs: Numbers, owner: NDArray[np.int64]) -> NDArray[np.int64]:
 def _owners_around(
     runs: Numbers, places: NDArray[np.int64], words: Words, owner: NDArray[np.int64], of_seeds: NDArray[np.bool_]
 ) -> NDArray[np.int64]:
-    """How many questions share the words around a seed: the most of the longer runs that hold it."""
+    """For each seed, how many questions share the words around it: the largest such number over the longer runs that
+    contain the seed."""
     offsets = range(SCENARIO - SEED + 1)
     holds = np.zeros(len(of_seeds), np.bool_)
     for offset in offsets:
@@ -118,7 +122,7 @@ def _owners_around(
 
 
 class Said(NamedTuple):
-    """The words of a text, which are read as far as they agree with a question."""
+    """The words of a text, read one at a time and only as far as they agree with a question."""
 
     text: str
     starts: NDArray[np.int64]
@@ -127,11 +131,11 @@ class Said(NamedTuple):
     """The first word of the text, and the end of its last one, among the words of all."""
 
     def after(self, at: int) -> Iterator[str]:
-        """The words from a place on."""
+        """The words of the text from a position on."""
         return self._read(slice(at, self.bounds[1]))
 
     def before(self, at: int) -> Iterator[str]:
-        """The words before a place, the nearest first."""
+        """The words of the text before a position, the nearest first."""
         return self._read(slice(at - 1, self.bounds[0] - 1 if self.bounds[0] else None, -1)) if at else iter(())
 
     def _read(self, places: slice) -> Iterator[str]:
@@ -139,7 +143,7 @@ class Said(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A question's place and a text's, where both have two seeds of it."""
+    """A position in a question and one in a text, near which both contain the same two seeds."""
 
     text: int
     benchmark: int
@@ -151,7 +155,7 @@ class Pair(NamedTuple):
 
 
 class Near:
-    """Finds nearly equal questions among the seeds of texts."""
+    """Finds passages of texts that nearly equal a question, starting from the seeds that a text shares with it."""
 
     def __init__(self, indices: Sequence[Mapping[str, NDArray[Any]]], items: Sequence[Sequence[Item]]) -> None:
         self._items = items
@@ -169,7 +173,8 @@ class Near:
     def pairs(
         self, words: Words, places: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64]
     ) -> Iterator[Pair]:
-        """Pairs of seeds, one for each stretch: those of one question alone, then those that others share.
+        """Yields one pair of seeds for each matching stretch of text: first seeds of one question alone, then also
+        seeds that several questions share.
 
         Args:
             words: The words of the texts.
@@ -190,13 +195,14 @@ class Near:
                 yield Pair(int(text[some][one]), benchmark, question, place, int(at[some][one]), shared)
 
     def asked(self, benchmark: int, question: int) -> Asked:
-        """A question by its number among `questions`."""
+        """The question of a benchmark with this index in the list that `questions` returns."""
         if self._asked is None:
             self._asked = [questions(items)[0] for items in self._items]
         return self._asked[benchmark][question]
 
     def span(self, asked: Asked, pair: Pair, said: Said) -> tuple[int, int] | None:
-        """Which words of a text are nearly the question, if those at a seed are.
+        """The range of words of a text that nearly equals the question around a pair of matching seeds; None if it does
+        not.
 
         If the seed is shared, they are the question's to its end.
         """
@@ -211,7 +217,8 @@ class Near:
         return pair.at - behind.said, pair.at + ahead.said
 
     def answer(self, benchmark: int, item: int, said: Said, end: int) -> int:
-        """How many words after a question its answer ends, if it is nearly there; else 0."""
+        """The number of words from the question's end to its answer's end, if nearly this answer follows the question;
+        else 0."""
         for gold in self._items[benchmark][item].golds():
             wanted = plain(folded(gold).text).split()[:ANSWER]
             for first, word in enumerate(islice(said.after(end), ANSWER if len(wanted) >= SEED else 0)):
@@ -226,7 +233,8 @@ class Near:
 def _stretches(
     at: NDArray[np.int64], row: NDArray[np.int64], text: NDArray[np.int64], shared: bool
 ) -> NDArray[np.int64]:
-    """Where pairs of seeds begin, one for each stretch; if shared, pairs with a shared seed alone."""
+    """The index of the first pair of seeds in each stretch; with `shared`, only of pairs with a seed that several
+    questions share."""
     same = (text[1:] == text[:-1]) & (row[1:, :2] == row[:-1, :2]).all(1)
     near = (at[1:] - at[:-1] <= APART) & (np.abs(np.diff(at - row[:, 2])) <= DRIFT) & (np.diff(row[:, 2]) > 0)
     wanted = (row[1:, 3] | row[:-1, 3]) > 0 if shared else True
@@ -237,7 +245,8 @@ def _stretches(
 
 
 class Walk(NamedTuple):
-    """How far a question and a text agree."""
+    """How many words of a question and of a text were aligned, and how many of them were skipped or differ in a few
+    letters."""
 
     asked: int
     said: int
@@ -248,7 +257,8 @@ class Walk(NamedTuple):
 
 
 def _walk(asked: Sequence[str], said: Iterator[str], size: int = REACH) -> Walk:
-    """How far words agree from their beginnings on; of `size` words few may be passed over."""
+    """Align the words of a question with those of a text, from the first word of each on; only a few of `size` words
+    may be skipped."""
     i = j = passed = alike = 0
     most = 1 + size // PASSED
     near = list(islice(said, 4))
@@ -266,7 +276,8 @@ def _walk(asked: Sequence[str], said: Iterator[str], size: int = REACH) -> Walk:
 
 
 def _step(asked: Sequence[str], said: Sequence[str]) -> tuple[int, int]:
-    """How many words of both belong together next: (1, 0) and (0, 1) pass one over, (0, 0) is the end."""
+    """How many words of the question and of the text to consume next: (1, 0) and (0, 1) skip one word, (0, 0) ends the
+    alignment."""
     if not said:
         return 0, 0
     if _like(asked[0], said[0]):
@@ -289,7 +300,7 @@ def _follows(asked: Sequence[str], said: Sequence[str]) -> bool:
 
 @lru_cache(1 << 16)
 def _like(one: str, other: str, limit: int = 9) -> bool:
-    """Whether two words are the same but for few letters. Different numbers, and words that deny, are not."""
+    """Whether two words are equal except for a few letters. Different numbers, and words that deny, are not."""
     if one == other:
         return True
     longest = max(len(one), len(other))

@@ -1,4 +1,4 @@
-"""A document as one JSON line, and files of documents that are read in constant memory."""
+"""Reads and writes files of documents, one line of JSON for each document, with constant memory."""
 
 from __future__ import annotations
 
@@ -87,13 +87,13 @@ def read_part(path: Path) -> Iterator[Document]:
 
 
 def read_at(file: IO[bytes], offset: int) -> Document:
-    """The document whose line begins at an offset."""
+    """The document whose line of JSON begins at a byte offset of the file."""
     file.seek(offset)
     return Document.from_json(file.readline())
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    """Write plain values as JSON lines; returns how many."""
+    """Write dicts as lines of JSON; returns the number of lines."""
     count = 0
     # A lone surrogate is not valid UTF-8, so it is written as a JSON escape.
     with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
@@ -104,7 +104,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Read JSON lines as plain values."""
+    """Read each line of a JSON Lines file as a dict."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

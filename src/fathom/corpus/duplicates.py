@@ -1,5 +1,7 @@
 """Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
+The stages:
+
 1. `signatures` computes a few numbers for each document.
 2. `exact` finds equal documents.
 3. `candidates` finds documents that agree in a band.
@@ -50,7 +52,7 @@ CACHED_RUNS = 1 << 24
 
 
 def address(part: int, rows: NDArray[np.int64]) -> Numbers:
-    """Addresses of documents of one file: part and row in one number."""
+    """Addresses of documents in one file: the file's number and the row, packed into one integer."""
     return (np.uint64(part) << np.uint64(ROW_BITS)) | rows.astype(np.uint64)
 
 
@@ -70,7 +72,7 @@ class Signatures(Stage):
         return {name for name, one in self.recipe.collections.items() if one.kind == "table"}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         return [Task((part,)) for part in self.workspace.parts("clean")]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
@@ -91,7 +93,8 @@ class Signatures(Stage):
 
 
 def _texts(file: IO[bytes], tables: set[str], facts: list[tuple[bytes, int, int]]) -> Iterator[str]:
-    """The texts of a file, empty for table rows; appends the digest, line offset and size of each to the list."""
+    """Yields the text of each document in a file (empty for rows of tables), and appends its digest, byte offset and
+    length to `facts`."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
@@ -104,21 +107,21 @@ class _Global(Stage):
     """A stage whose tasks read the signatures of all documents."""
 
     def signatures(self, name: str) -> list[Input]:
-        """The signature files of a kind, one for each file of documents, in their order."""
+        """The signature files with this name, one for each file of documents and in the same order."""
         return self.workspace.outputs("signatures", name)
 
     def buckets(self) -> int:
-        """Number of buckets of documents, so that one bucket fits in memory."""
+        """The number of buckets into which documents are divided, so that each bucket fits in memory."""
         return -(-self.workspace.manifest("signatures").counts.get("documents", 0) // BUCKET_DOCUMENTS) or 1
 
     def priorities(self) -> list[int]:
-        """The priority of the collection of each file of documents."""
+        """For each file of documents, the priority of its collection in deduplication."""
         names = [arguments["collection"] for arguments, _ in clean_parts(self.workspace)]
         return [self.recipe.collections[name].priority for name in names]
 
 
 class Exact(_Global):
-    """Pairs of a document and the kept document that equals it."""
+    """Finds exact duplicates, as pairs of a duplicate and the equal document that is kept."""
 
     name = "exact"
 
@@ -127,7 +130,7 @@ class Exact(_Global):
         return {"exact": self.recipe.deduplicate.exact, "priorities": self.priorities()}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         files = self.workspace.parts("clean"), self.signatures("digests.npy"), self.signatures("offsets.npy")
         count = self.buckets()
         return [Task.of(*files, bucket=bucket, of=count) for bucket in range(count)]
@@ -156,7 +159,8 @@ class Exact(_Global):
 
 
 def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
-    """Pairs of each repeated document and its first occurrence, ordered by priority, then path."""
+    """Pairs (duplicate, kept document): of equal documents, the one with the highest priority is kept, on a tie the
+    first path."""
     keys = np.frombuffer(digests.tobytes(), ">u8").reshape(-1, 2)
     order = np.lexsort((places, keys[:, 1], keys[:, 0]))
     keys, places = keys[order], places[order]
@@ -171,12 +175,13 @@ def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, pri
 
 
 class Candidates(_Global):
-    """Pairs of documents that agree in a band; only one of several equal texts takes part."""
+    """Finds candidate pairs: documents whose MinHash signatures agree in a band; of several equal texts only one takes
+    part."""
 
     name = "candidates"
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         near = self.recipe.deduplicate
         if not near.near:
             return []
@@ -218,7 +223,7 @@ def _contains(sorted_numbers: Numbers, numbers: Numbers) -> NDArray[np.bool_]:
 
 
 def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digests: Numbers) -> Numbers:
-    """Pairs of documents with the same number, smaller address first.
+    """Pairs of documents that have the same band number, the smaller address first.
 
     Groups are sorted by length, longest first, so that the pairs of a large group depend on the texts, not their order.
     """
@@ -245,14 +250,14 @@ def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digest
 
 
 class Verify(_Global):
-    """The exact similarity of those candidate pairs that exceed the threshold."""
+    """Computes the exact similarity of the candidate pairs, and keeps the pairs that reach the threshold."""
 
     name = "verify"
     version = 2
     uses = ("deduplicate.jaccard", "deduplicate.shingle")
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         pairs = self.workspace.outputs("candidates", "pairs.npy")
         count = -(-self.workspace.manifest("candidates").counts.get("pairs", 0) // VERIFY_PAIRS)
         files = self.workspace.parts("clean"), self.signatures("offsets.npy"), pairs
@@ -270,7 +275,8 @@ class Verify(_Global):
         return {"pairs": len(pairs), "verified": int(kept.sum())}
 
     def _mine(self, task: Task, files: Sequence[Input]) -> Numbers:
-        """This task's share of the distinct candidate pairs of all bands, by their first document."""
+        """The candidate pairs of all bands that this task verifies, without repetitions; pairs are assigned to tasks by
+        their first document."""
         found = [np.empty((0, 2), "<u8")]
         for one in files:
             pairs = np.load(self.workspace.path(one))
@@ -302,7 +308,8 @@ Sides = tuple[Numbers, ...]
 
 
 def _alike(one: Sides, other: Sides) -> float:
-    """The similarity of the sides in which two documents differ most; 0 for a document and a conversation."""
+    """The similarity of two documents, or of two conversations (the lower one of their trained and their other
+    messages); 0 between a document and a conversation."""
     return min(map(jaccard, one, other)) if len(one) == len(other) else 0.0
 
 
@@ -321,7 +328,7 @@ def _runs_or_text(text: str, shingle: int) -> Numbers:
 
 
 class _RunSets:
-    """Word runs of documents, with a cache of the last ones used."""
+    """Reads the word runs of documents, with a cache of the most recently used ones."""
 
     def __init__(self, rows: _Rows, shingle: int) -> None:
         self._rows, self._shingle = rows, shingle
@@ -329,7 +336,7 @@ class _RunSets:
         self._held = 0
 
     def of(self, place: int) -> Sides:
-        """The run sets of one document."""
+        """The sets of word runs of one document: one set for a text, two for a conversation."""
         if place in self._known:
             self._known.move_to_end(place)
             return self._known[place]
@@ -342,7 +349,7 @@ class _RunSets:
 
 
 class Duplicates(_Global):
-    """The rows to remove from each file, and for each removed document what it matched."""
+    """Lists the rows to remove from each file, and for each removed document the kept document that it matched."""
 
     name = "duplicates"
     version = 2
@@ -352,7 +359,7 @@ class Duplicates(_Global):
         return {"priorities": self.priorities(), "deduplicate": asdict(self.recipe.deduplicate)}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         exact = self.workspace.outputs("exact", "pairs.npy")
         near = (self.workspace.outputs("verify", f"{name}.npy") for name in ("edges", "similarities"))
         return [Task.of(self.workspace.parts("clean"), self.signatures("offsets.npy"), exact, *near)]
@@ -382,7 +389,7 @@ Place = tuple[tuple[object, ...], str, str, str]
 
 
 class _Choice:
-    """Which documents stay: in order of rank, every document that duplicates none of those that already stay."""
+    """Chooses the documents to keep: in order of rank, every document that duplicates none of those already kept."""
 
     def __init__(self, rows: _Rows, rules: Deduplicate, priorities: Sequence[int]) -> None:
         self._rows, self._rules, self._priorities = rows, rules, priorities
@@ -392,7 +399,7 @@ class _Choice:
     def removed(
         self, same: Numbers, near: Numbers, similar: NDArray[np.float64]
     ) -> Iterator[tuple[int, dict[str, object]]]:
-        """(address, report entry) of each document that does not stay.
+        """Yields (address, report entry) of each document that is removed as a duplicate.
 
         Args:
             same: Pairs of a copy and its original.
@@ -418,7 +425,8 @@ class _Choice:
     def _staying(
         self, members: Sequence[int], neighbours: Mapping[int, Mapping[int, float]]
     ) -> dict[int, tuple[int, float]]:
-        """For each document of a cluster, the document that stays in its place (or itself), and their similarity."""
+        """For each document of a cluster: the document that is kept instead (itself if it is kept), and the similarity
+        of the two."""
         found: dict[int, tuple[int, float]] = {}
         stay: list[int] = []
         for one in sorted(members, key=self._rank):

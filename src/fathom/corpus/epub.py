@@ -1,4 +1,4 @@
-"""EPUB: the text of a book's pages in their order, each read as a web page."""
+"""Extracts the text of an EPUB book: its pages in reading order, each read as a web page."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def sources(path: Path) -> list[str]:
-    """The pages of a book as they are."""
+    """The HTML source of each page of a book."""
     with ZipFile(path) as book:
         return [decode(book.read(page)) for page in _pages(book)]
 

@@ -46,7 +46,7 @@ def write_plan(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task]) -
 
 @contextmanager
 def executing(wanted: Executor) -> Iterator[Executing]:
-    """The executor that a recipe asks for; its processes end with the block."""
+    """The executor that a recipe asks for, as a context manager; its worker processes end with the `with` block."""
     if wanted.name != "local":
         require_scheduler(wanted.name)
         yield partial(_spread, wanted)
@@ -70,7 +70,7 @@ def _here(workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: 
 
 
 def _spread(wanted: Executor, workspace: WorkspaceOf[Any], stage: str, tasks: Sequence[Task], tick: Tick) -> None:
-    """Run small stages in this process and others on the scheduler, whose jobs take longer to start."""
+    """Run a small stage in this process and any other stage on the scheduler, whose jobs take longer to start."""
     if _is_small(tasks):
         _here(workspace, stage, tasks, tick)
         return
@@ -102,7 +102,7 @@ class Pool:
         self.run(str(workspace.directory), stage, len(tasks), workers, tick)
 
     def run(self, directory: str, stage: str, count: int, workers: int, tick: Tick) -> None:
-        """Run tasks on a number of processes."""
+        """Run `count` tasks on `workers` processes."""
         with ThreadPoolExecutor(workers) as threads:
             jobs = [threads.submit(self._do, directory, stage, number) for number in range(count)]
             try:
@@ -115,7 +115,7 @@ class Pool:
                 raise
 
     def stop(self) -> None:
-        """End all processes, and start no others."""
+        """End all worker processes, and start no new ones."""
         with self._lock:
             self._stopped = True
         for process in self._processes:
@@ -144,7 +144,7 @@ class Pool:
         )
 
     def _process(self, fresh: bool) -> subprocess.Popen[str]:
-        """An idle process if there is one, or a new one."""
+        """An idle worker process if there is one, else a new worker process."""
         with self._lock:
             if self._stopped:
                 raise DataError("stopped", 1)

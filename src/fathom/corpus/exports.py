@@ -29,7 +29,7 @@ class Export(Stage):
     version = 3
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         parts = kept_parts(self.workspace)
         items = tuple(self.workspace.outputs("benchmarks", "items.jsonl"))
         names = [task.arguments["name"] for task in self.workspace.manifest("benchmarks").tasks]
@@ -61,7 +61,8 @@ class Export(Stage):
         return counts
 
     def _rows(self, form: str, parts: list[KeptPart], left_out: list[str]) -> Iterator[dict[str, object]]:
-        """Documents and conversations as rows; appends the paths that the format cannot represent to the list."""
+        """Kept documents and conversations as rows of a format; the paths of those that the format cannot represent are
+        appended to `left_out`."""
         for part in parts:
             for document in kept_documents(self.workspace, part):
                 if document.messages is None:
@@ -91,7 +92,7 @@ class Export(Stage):
 
 
 def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict[str, object] | None:
-    """A conversation as a row; None if an untrained answer would be trained on in this format."""
+    """A conversation as a row; None if this format would train on an answer that is excluded from the loss."""
     plain = [{"role": one["role"], "content": one["content"]} for one in messages]
     if form == "axolotl":
         return {"messages": [{**row, "train": is_trained(one)} for row, one in zip(plain, messages, strict=True)]}
@@ -103,7 +104,8 @@ def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict
 def preference_row(
     form: str, messages: Sequence[ConversationMessage], rejected: Sequence[ConversationMessage]
 ) -> dict[str, object] | None:
-    """A chosen and a rejected answer as TRL's trainers of preferences read them; None for other programs."""
+    """A row with a prompt, a chosen and a rejected answer, as TRL's preference trainers read it; None for other
+    formats."""
     if form != "trl":
         return None
     plain, other = ([{"role": one["role"], "content": one["content"]} for one in some] for some in (messages, rejected))
@@ -135,7 +137,7 @@ def axolotl_dataset(name: str, kind: str) -> dict[str, object]:
 
 
 def task_row(item: Item) -> dict[str, object]:
-    """An item as lm-eval's tasks read it."""
+    """A benchmark item as a row that lm-eval's tasks read."""
     count = len(item.choices)
     letters = list(LETTERS[:count]) if count <= len(LETTERS) else [str(number) for number in range(1, count + 1)]
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, item.choices, strict=True))
@@ -151,7 +153,8 @@ def task_row(item: Item) -> dict[str, object]:
 
 
 def task_yaml(name: str, rule: str) -> dict[str, object]:
-    """A multiple-choice task: answers by letter with listed options, or by the options' text without a list."""
+    """An lm-eval multiple-choice task: scored by option letters with the options listed in the prompt, or by the
+    options' texts without a list."""
     return {
         "task": f"{name}_{rule}",
         "dataset_path": "json",

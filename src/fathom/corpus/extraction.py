@@ -40,7 +40,8 @@ Extractor = Callable[[Path, IngestValues], Extracted]
 
 
 def xml_of(path: Path) -> Element | Extracted:
-    """The root element of an XML file, which may use HTML's names of characters; or why there is none."""
+    """The root element of an XML file, which may use HTML's named entities; or a failed result with the reason why it
+    cannot be parsed."""
     data = path.read_bytes()
     if not data.strip():
         return Extracted("empty", detail="a file of no text")

@@ -1,4 +1,4 @@
-"""Whether the numbers of a page are those of the text that was read from it.
+"""Checks whether the numbers in a page's source are unchanged in the text that a reader extracted from the page.
 
 The page is read a second time, by one small parser that shares no code with the readers, and both are cut at their
 words. Between the same words, two to each side, the same numbers must stand. A number with an exponent or an index is
@@ -84,7 +84,7 @@ QUOTED = 60
 
 @dataclass
 class Fidelity:
-    """How many numbers of a page were compared with its text, and those that differ."""
+    """How many numbers of a page were compared with its extracted text, and which of them differ."""
 
     numbers: int = 0
     wrong: int = 0
@@ -94,7 +94,7 @@ class Fidelity:
 
 
 def compared(pages: Sequence[str], text: str) -> Fidelity:
-    """Compare pages (HTML, TEI, JATS) with the text that was read from them."""
+    """Compare the numbers in pages (HTML, TEI, JATS) with those in the text that was extracted from them."""
     marked = "\n".join(map(_marked, pages))
     without, whole = (_gaps(_plain(one)) for one in (LEFT_OUT.sub("", marked), re.sub("[\ue000\ue001]", "", marked)))
     if [words for words, _ in without] != [words for words, _ in whole]:
@@ -123,7 +123,8 @@ def _compare(
     elsewhere: Mapping[Place, Sequence[Numbers]],
     found: Fidelity,
 ) -> None:
-    """Pair the passages with these words: first those with equal numbers, then those with the page's and others."""
+    """Pair passages of the page and of the text that have the same words around them: first passages with equal
+    numbers, then those in which the text has more numbers than the page."""
     for same in (_equal, _within):
         others = []
         for one in wanted:
@@ -161,7 +162,7 @@ def _quoted(words: Place, numbers: Mapping[str, int]) -> str:
 
 
 def _gaps(text: str) -> list[tuple[Place, list[str]]]:
-    """The two words on either side of each place between words, and the numbers there."""
+    """For each gap between words: the two words on either side of it, and the numbers inside it."""
     words, gaps = ["", ""], list[list[str]]([[]])
     for token in TOKEN.findall(text):
         if token[0].isalpha():
@@ -174,14 +175,14 @@ def _gaps(text: str) -> list[tuple[Place, list[str]]]:
 
 
 def _plain(text: str) -> str:
-    """A text with its scripts as ^{…} and _{…}."""
+    """A text in which superscripts and subscripts are written as ^{…} and _{…}."""
     text = "".join(_scripts(text)).replace("\u00ad", "").translate(DASHES)
     text = re.sub(r"(?<=\})\s*(?=[\^_]\{)|(?<=\d)\s+(?=[\^_]\{)", "", text)
     return re.sub(r"[\^_]\{[^{}]*\}", lambda match: re.sub(r"[\s()]", "", match[0]), text)
 
 
 def _scripts(text: str) -> Iterator[str]:
-    """Unicode's characters above and below the line, each run as one script."""
+    """Yields a text in which each run of Unicode superscript or subscript characters is written as ^{…} or _{…}."""
     if text.isascii():
         yield text
         return
@@ -197,7 +198,7 @@ def _scripts(text: str) -> Iterator[str]:
 
 
 def _from_tex(tex: str) -> str:
-    """The numbers and scripts of a formula."""
+    """A TeX formula simplified so that its numbers, superscripts and subscripts can be compared."""
     tex = re.sub(r"\\[dt]?frac\s*(\d)\s*(\d)", r" \1 \2 ", tex)
     tex = re.sub(r"\{([,.])\}", r"\1", re.sub(r"\\[,;:! ]", "", tex))
     tex = re.sub(r"\\(?:mathrm|text|mathbf|mathit|rm|operatorname)\b|\\[A-Za-z]+", " ", tex)
@@ -218,7 +219,8 @@ class _Element:
 
 
 def _marked(page: str) -> str:
-    """A page's text, with scripts as ^{…} and marks of notes enclosed."""
+    """The text of a page, with superscripts and subscripts as ^{…} and _{…}, and with note marks enclosed in special
+    characters."""
     reader = _Reader(dict(SHEET.findall(page)))
     reader.feed(page)
     reader.close()
@@ -295,7 +297,7 @@ class _Reader(HTMLParser):
 
 
 def _is_mark(text: str) -> bool:
-    """Whether a link or a note holds nothing but its number."""
+    """Whether a link or a note contains no text except its number."""
     return bool(MARK.fullmatch(re.sub("[\ue000\ue001]", "", text)))
 
 

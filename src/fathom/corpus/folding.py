@@ -50,13 +50,14 @@ NOT_LATIN = re.compile(r"[^A-Za-z]+")
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded text, and the position in the original text of each of its characters; None if both are equal."""
+    """A folded text, and for each of its characters the position in the original text; no positions if the two texts
+    are equal."""
 
     text: str
     places: NDArray[np.int64] | None = None
 
     def span(self, start: int, end: int) -> tuple[int, int]:
-        """A passage of the folded text as a span of the original text."""
+        """The (start, end) in the original text of a passage that is given by its (start, end) in the folded text."""
         return (start, end) if self.places is None else (int(self.places[start]), int(self.places[end - 1]) + 1)
 
     def then(self, again: Folded) -> Folded:
@@ -67,7 +68,7 @@ class Folded:
 
 
 def folded(text: str) -> Folded:
-    """A text with markup removed and every character in its plainest form."""
+    """A text with its markup removed and every character reduced to its simplest form."""
     one = Folded(text)
     for _ in range(DEEPEST):
         if not (changes := list(markup.changes(one.text))):
@@ -82,7 +83,8 @@ def folded(text: str) -> Folded:
 
 
 def bare(text: str) -> list[Folded]:
-    """The parts of a text that hold citations, notes, links, time codes or numbers of lines, without these, folded.
+    """Folded copies of those parts of a text that contain citations, notes, links, time codes or line numbers, with
+    these removed.
 
     Escapes of a URL are read as the characters that they stand for.
     """
@@ -101,7 +103,8 @@ def bare(text: str) -> list[Folded]:
 
 
 def attributes(text: str) -> Folded | None:
-    """What tags say in attributes of several words, folded: texts of pictures, questions for scripts, rows of XML."""
+    """The folded contents of markup tags that hold several words, such as alt texts of images, questions in script
+    attributes, and rows in XML attributes."""
     tags = [match.span() for match in TAG.finditer(text)] if "<" in text and "=" in text else []
     said = [(low + 1, high - 1) for low, high in tags if len(text[low:high].split()) >= SEVERAL]
     if not said:
@@ -112,7 +115,8 @@ def attributes(text: str) -> Folded | None:
 
 
 def rejoined(one: Folded, known: Container[str]) -> Folded | None:
-    """A folded text with hyphenated words joined if the whole is a known word; None if there is none."""
+    """A folded text in which words hyphenated at a line end are joined if the joined word is known; None if no word
+    is."""
     text = one.text
     if "-\n" not in text and "‐\n" not in text:
         return None
@@ -121,7 +125,8 @@ def rejoined(one: Folded, known: Container[str]) -> Folded | None:
 
 
 def _as_latin(text: str) -> str:
-    """A text in which letters that look like Latin ones are, where no other letter stands between the next Latin ones.
+    """A text in which letters that look like Latin letters are replaced by these, unless another non-Latin letter
+    stands in the same run between Latin letters.
 
     So Greek and Cyrillic words among Latin ones stay as they are, but for the few that look like Latin words.
     """
@@ -151,7 +156,7 @@ def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> Folded:
 
 
 def _plainest(text: str) -> Folded:
-    """Every character as `_fold` gives it."""
+    """A text with every character replaced by the form that `_fold` gives it."""
     changed, begins, lengths, letters = _forms()
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
     known = np.minimum(codes, LAST)

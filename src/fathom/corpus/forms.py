@@ -1,4 +1,5 @@
-"""The forms in which a benchmark's question leaks: files, chats, pages, type, notes, and damage.
+"""The forms in which a benchmark question may leak into text: data files, chats, web pages, typography, notes, and
+damaged text.
 
 `fathom corpus audit` plants a benchmark's own items in them and prints how many its search finds. A form with `answers`
 holds the answer only where the item has one. A form of `DAMAGED` changes the question's own words.
@@ -34,7 +35,7 @@ INSERTED = ("really", "then", "also", "quite", "always", "new", "very", "old")
 
 
 def asked(item: Item) -> str:
-    """The passage and the question of an item."""
+    """The passage (if any) and the question of a benchmark item."""
     return f"{item.context}\n{item.stem}" if item.context else item.stem
 
 
@@ -44,19 +45,19 @@ def whole(item: Item) -> str:
 
 
 def listed(item: Item, mark: str = "A.") -> str:
-    """The choices, one a line, with `A` or `1` of the mark replaced by their label."""
+    """An item's choices, one on each line, each behind `mark` with its `A` or `1` replaced by the choice's label."""
     labels = LETTERS if "A" in mark else "123456789" + LETTERS
     first = "A" if "A" in mark else "1"
     return "\n".join(f"{mark.replace(first, labels[n])} {choice}" for n, choice in enumerate(item.choices[:26]))
 
 
 def every(text: str, share: int, change: Callable[[str], str]) -> str:
-    """A text with every so-many-th word changed."""
+    """A text in which every `share`-th word is changed."""
     return " ".join(change(word) if n % share == 0 and word else word for n, word in enumerate(text.split(" ")))
 
 
 def put(text: str, share: int, between: str) -> str:
-    """A text with something behind every so-many-th word."""
+    """A text with `between` inserted behind every `share`-th word."""
     return every(text, share, lambda word: f"{word}{between}")
 
 
@@ -264,7 +265,7 @@ FORMS: dict[str, Form] = {
 
 
 def _words_changed(item: Item, change: Callable[[list[str]], Sequence[str]]) -> str:
-    """An item whose question has other words, and its answer."""
+    """An item's question with its words altered by `change`, followed by the item's answer."""
     return f"{' '.join(change(asked(item).split()))} {item.gold}".rstrip()
 
 
@@ -279,7 +280,7 @@ def _deleted(words: list[str], chance: random.Random) -> list[str]:
 
 
 def scanned(text: str, share: float, chance: random.Random) -> str:
-    """A text as a scanner reads it: so large a share of its letters is wrong."""
+    """A text with simulated OCR errors in a given share of its letters."""
 
     def read(letter: str) -> str:
         if letter.isspace() or chance.random() >= share:

@@ -86,7 +86,8 @@ def decode_as(data: bytes, label: str) -> str:
 
 
 def _controls(error: UnicodeError) -> tuple[str, int]:
-    """Bytes that these two code pages leave undefined are control characters with the same number."""
+    """Error handler for decoding: a byte that the code page leaves undefined becomes the control character with the
+    same number."""
     if not isinstance(error, UnicodeDecodeError):
         raise error
     return error.object[error.start : error.end].decode("latin-1"), error.end
@@ -102,12 +103,13 @@ def _main_text(page: str) -> str:
 
 
 def all_text(page: str) -> str:
-    """All visible text of a page: a line for each block, blank lines between paragraphs; `pre` as it is."""
+    """All visible text of a page: a line for each block, blank lines between paragraphs; text in `pre` keeps its white
+    space."""
     return visible_text(typeset(page).page)
 
 
 def visible_text(page: str) -> str:
-    """All visible text of a page whose superscripts and formulas are text already."""
+    """All visible text of a page in which superscripts, subscripts and formulas have already been rewritten as text."""
     reader = _Reader()
     reader.feed(page)
     reader.close()
@@ -158,19 +160,19 @@ class _Reader(HTMLParser):
             self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
 
     def close(self) -> None:
-        """The end of the page, which also ends what has no end tag."""
+        """End the page, and with it all elements that have no end tag."""
         super().close()
         while self._verbatim:
             self._end_verbatim()
 
     def _end_verbatim(self) -> None:
-        """Keep the white space of a `pre`, but for the line ends at its edges."""
+        """Keep the white space of a `pre` element, except line breaks at its start and end."""
         start = self._verbatim.pop()
         text = "".join(self.found[start:]).replace("\r\n", "\n").replace("\r", "\n").strip("\n")
         self.found[start:] = [text.translate(HIDDEN)]
 
     def _end_head(self, belongs: bool) -> None:
-        """A head ends at the first tag or text that may not occur in one."""
+        """End `<head>` at the first tag or text that may not occur in a head."""
         if not belongs and self._silent == ["head"]:
             self._silent.clear()
 

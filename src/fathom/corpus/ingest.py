@@ -1,4 +1,4 @@
-"""Files of many kinds to rows of text; a document that cannot be read is recorded with a status and skipped."""
+"""Reads files of many kinds into rows of text; a document that cannot be read is recorded with a status and skipped."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Ingest(Stage):
         return asdict(self.recipe.ingest) | {"identify": None, "max_seconds": None}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         try:
             return self._tasks()
         except FileNotFoundError as error:
@@ -210,7 +210,7 @@ class Ingest(Stage):
         return counts
 
     def _sample(self, task: Task) -> set[str]:
-        """The files whose numbers are compared: those with the lowest hashes."""
+        """The sample of files whose numbers are compared with the extracted text: the files with the lowest hashes."""
         files = zip(task.inputs, task.arguments["files"], strict=True)
         hashes = sorted((one.sha256, label) for one, (label, kind) in files if kind in CHECKED)
         return {label for _, label in hashes[: self.recipe.ingest.check]}
@@ -256,7 +256,7 @@ def collection_files(
 
 
 def _remote_files(name: str, url: str, words: str) -> Iterator[tuple[str, RemoteFile, str]]:
-    """The same of a URL that fsspec opens."""
+    """(label, file, kind) of each file at a URL that fsspec opens."""
     try:
         files = find_remote(url, lambda path: kind_of(path, lambda _: b"") is not None, words)
     except DataError as error:
@@ -309,7 +309,7 @@ class _Reader:
         """The rejected answer of the row that is read, among preferences."""
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
-        """The documents of a file, and a `Failed` for each record that yielded none."""
+        """The documents of a file, and a `Failed` for each record that yielded no document."""
         lines = kind in READERS and READERS[kind].gives == "lines"
         if self._arguments["kind"] == "papers" and kind == "tei":
             yield from self._paper(label, path)
@@ -347,7 +347,7 @@ class _Reader:
             yield Failed(f"{label}:{number + 1}", "parse_error", said)
 
     def _captured(self, place: str, one: Captured) -> Document | Failed:
-        """A page or text of an archive."""
+        """A page or text of a web archive (WARC, WET), as a document."""
         if one.data is None:
             return Failed(place, "too_large", f"over {self._settings['max_file_bytes']:,} bytes")
         if one.kind == "text":
@@ -376,7 +376,7 @@ class _Reader:
     def _row(
         self, place: str, kind: str, payload: Payload, known: Mapping[str, object] | None = None
     ) -> Document | Failed | None:
-        """One record as a document, with what is known of it; None for an empty line."""
+        """One record as a document, with its metadata; None for an empty line."""
         meta: dict[str, object] = dict(known or {})
         messages = license_ = None
         try:
@@ -397,7 +397,7 @@ class _Reader:
         return self._outcome(place, kind, extracted, messages, license_)
 
     def _pairs(self, place: str, line: bytes) -> Iterator[Document | Failed]:
-        """A record of a table as conversations."""
+        """Yields the conversations that question templates make from one record of a table."""
         if not line.strip():
             return
         templates = self._arguments["templates"]
@@ -422,7 +422,8 @@ class _Reader:
     def _paper_row(
         self, place: str, line: bytes, before: Paper | None
     ) -> tuple[Paper | None, Iterable[Document | Failed]]:
-        """A row with a title and an abstract, and its conversations; `before` is the row before it."""
+        """The paper in a row with a title and an abstract, and the conversations made from it; `before` is the previous
+        row's paper."""
         if not line.strip():
             return before, ()
         try:

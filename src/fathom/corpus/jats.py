@@ -1,4 +1,4 @@
-"""JATS, the XML of journals: title, abstract, body and notes, rewritten as a web page and read as one.
+"""Reads JATS, the XML format of journals: title, abstract, body and notes are rewritten as HTML and read as a web page.
 
 A superscript that is a cross reference is the mark of a note, and so is a bare number that is one and directly follows
 a word. Formulas are their MathML, or else their TeX. The list of references is left out.
@@ -52,7 +52,7 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def _page(element: Element) -> Iterator[str]:
-    """An element as HTML, without what follows it."""
+    """An element as HTML, without the text that follows its end tag."""
     name = tag_of(element)
     if name in LEFT_OUT or not name:
         return
@@ -84,6 +84,6 @@ def _mathml(element: Element) -> str:
 
 
 def _tex(text: str) -> str:
-    """TeX between its signs, without the document around it."""
+    """A TeX formula between inline-math delimiters, without the LaTeX document around it."""
     whole = TEX.search(text)
     return f"\\({(whole[1] if whole else text).strip().strip('$').strip()}\\)"

@@ -18,7 +18,7 @@ from fathom.report.files import read_json
 
 @dataclass(frozen=True)
 class KeptPart:
-    """A file of documents, and the decisions on its rows."""
+    """A file of documents, with the files that say which of its rows are dropped or cut."""
 
     collection: str
     kind: str
@@ -32,7 +32,7 @@ class KeptPart:
 
 
 def kept_parts(workspace: Workspace) -> list[KeptPart]:
-    """All files of documents, in order."""
+    """All files of cleaned documents, in order, each with the decisions of deduplication and decontamination."""
     removed = workspace.outputs("duplicates", ".npy")
     verdicts = workspace.outputs("contamination", "verdicts.json")
     files = zip(clean_parts(workspace), workspace.parts("clean"), removed, verdicts or repeat(None), strict=False)
@@ -43,7 +43,8 @@ def kept_parts(workspace: Workspace) -> list[KeptPart]:
 
 
 def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
-    """For every file of cleaned documents: its task's arguments, and the minimum words of a piece."""
+    """For every file of cleaned documents: the arguments of the task that wrote it, and the minimum number of words of
+    a piece of a cut document."""
     for task in workspace.manifest("clean").tasks:
         limits = task.arguments["filter"]
         for name in task.outputs:
@@ -52,7 +53,7 @@ def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def part_task(parts: Sequence[KeptPart], first: Sequence[Input] = (), **arguments: object) -> Task:
-    """A task that reads the documents of some parts, and other files before them."""
+    """A task whose inputs are the files `first`, followed by the files of some parts."""
     listed = [[part.collection, part.kind, part.min_words] for part in parts]
     documents, removed = ([getattr(part, name) for part in parts] for name in ("documents", "removed"))
     verdicts = [part.verdicts for part in parts if part.verdicts]
@@ -60,7 +61,7 @@ def part_task(parts: Sequence[KeptPart], first: Sequence[Input] = (), **argument
 
 
 def parts_of(task: Task) -> list[KeptPart]:
-    """The parts that such a task reads."""
+    """The parts that a task made by `part_task` reads."""
     _, documents, removed, verdicts = task.groups
     files = zip(task.arguments["parts"], documents, removed, verdicts or [None] * len(removed), strict=True)
     return [

@@ -100,7 +100,8 @@ class Wanted(NamedTuple):
 
 
 def stems_of(items: Sequence[Item]) -> list[str]:
-    """Unlabelled texts that several questions begin or end with, such as `Question:` and `Answer:`."""
+    """The items' questions without labels that several questions begin or end with, such as `Question:` and
+    `Answer:`."""
     stems = [item.stem for item in items]
     for pattern in (PREFIX, SUFFIX):
         found = [pattern.match(stem) if pattern is PREFIX else pattern.search(stem) for stem in stems]
@@ -124,7 +125,7 @@ def groups_of(items: Sequence[Item]) -> list[int]:
 
 
 def wanted_of(items: Sequence[Item]) -> list[Wanted]:
-    """The words of questions, answers and other choices."""
+    """For each item, the words of its question, its right answers and its other choices."""
     texts: list[str] = []
     for item, stem in zip(items, stems_of(items), strict=True):
         texts += [stem, filled(item, stem), *item.golds(), *item.choices]
@@ -145,7 +146,7 @@ def _numbers(texts: Sequence[str]) -> Iterator[list[int]]:
 
 
 def asked_texts(items: Sequence[Item]) -> list[tuple[int, str]]:
-    """(item, text) of everything that is asked: context with question, and the question with its blank filled in."""
+    """(item, text) of each text to search for: context with question, and the question with its blank filled in."""
     found = []
     for number, (item, stem) in enumerate(zip(items, stems_of(items), strict=True)):
         found.append((number, f"{item.context}\n{stem}"))
@@ -155,7 +156,8 @@ def asked_texts(items: Sequence[Item]) -> list[tuple[int, str]]:
 
 
 def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unfound]:
-    """Sorted numbers of the word runs by which items are looked up, by length, with the item of each run."""
+    """The search index: for each run length, the sorted hashes of word runs and the item of each run; also the items
+    that cannot be found."""
     shared, own, by_runs = _shared(items, rules)
     entries: dict[int, list[tuple[int, int, int, int]]] = {rules.words: [(run, item, RUN, 0) for run, item in own]}
     template, short = [], []
@@ -188,7 +190,8 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unf
 def _shared(
     items: Sequence[Item], rules: Decontaminate
 ) -> tuple[dict[int, dict[int, int]], list[tuple[int, int]], set[int]]:
-    """How many questions hold each shared run, by length; (run, item) of long runs of one question alone; their items.
+    """By run length, how many questions contain each shared run; (run, item) of long runs that only one question
+    contains; and the items of these runs.
 
     A run in a question's right answer counts as held by it, since the next question of a story may begin with that.
     Runs of a question with its blank filled in are among the second, but do not make its item one of the third.
@@ -244,7 +247,7 @@ class Matcher:
         self._seeds = _sieve(self._near.seeds)
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[tuple[int, Hit]]]:
-        """(benchmark, hit) of each text, in order."""
+        """Yields for each text, in order, the list of its (benchmark, hit)."""
         whole = [folded(text) for text in texts]
         found = self._hits(whole, True)
         again = [(number, one) for number, text in enumerate(texts) for one in bare(text)]
@@ -282,7 +285,7 @@ class Matcher:
         seeds: tuple[NDArray[np.int64], ...],
         found: Sequence[set[tuple[int, Hit]]],
     ) -> None:
-        """Add passages that are nearly an item which a text does not hold whole."""
+        """Add passages that nearly equal an item, for items that the text does not contain exactly."""
         done = {(text, benchmark, hit.item) for text, hits in enumerate(found) for benchmark, hit in hits}
         for pair in self._near.pairs(words, *seeds):
             text, benchmark, asked = pair.text, pair.benchmark, self._near.asked(pair.benchmark, pair.question)
@@ -311,7 +314,8 @@ class Matcher:
         what: tuple[int, int, int],
         where: tuple[int, int, int],
     ) -> tuple[int, int] | None:
-        """The characters of a passage that leaks an item, if the words around a known run match."""
+        """The (start, end) of a passage that leaks an item, if the words around a known run match the item; else
+        None."""
         (benchmark, item, kind), (begin, at, length) = what, where
         low, high = int(words.bounds[text]), int(words.bounds[text + 1])
         end, beside = begin + length, (0, 0)
@@ -356,7 +360,8 @@ class Matcher:
 
 
 def _beside(words: Words, begin: int, end: int, wanted: Wanted, text: str) -> tuple[int, int]:
-    """How many words before a question its answer begins, and how many after it the answer ends; 0 if it does not."""
+    """How many words before the question its answer begins, or how many words after the question its answer ends; 0 on
+    the side without an answer."""
     number = int(np.searchsorted(words.bounds, begin, "right"))
     low, high = max(begin - FARTHEST, int(words.bounds[number - 1])), min(end + FARTHEST, int(words.bounds[number]))
     after = words.numbers[end:high].tolist()
@@ -370,7 +375,8 @@ def _beside(words: Words, begin: int, end: int, wanted: Wanted, text: str) -> tu
 
 
 def _answer_end(after: Sequence[int], wanted: Wanted) -> tuple[int, int]:
-    """How many words after a question its answer ends, 0 if the answer does not follow; and how many were looked at.
+    """The number of words from a question's end to its answer's end (0 if the answer does not follow), and the number
+    of words examined.
 
     Args:
         after: The words that follow the question.
@@ -394,8 +400,8 @@ def _answer_end(after: Sequence[int], wanted: Wanted) -> tuple[int, int]:
 
 
 def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> tuple[int, int]:
-    """How many words after a question "so the answer is" begins, and the answer ends, if reasons stand between; the end
-    is 0 if no answer follows."""
+    """For a question followed by reasons and a phrase such as "so the answer is": the words up to this phrase, and up
+    to the answer's end (0 if no answer follows)."""
     said = next(
         (at for at in range(place, min(place + REASONS, len(after))) if after[at] in _conclusions()), len(after)
     )
@@ -409,7 +415,8 @@ def _concluded(after: Sequence[int], place: int, wanted: Wanted) -> tuple[int, i
 
 
 def _alternatives(after: Sequence[int], wanted: Wanted) -> int:
-    """How many words offer the right choice together with another, as "true or false" does, which leaks nothing."""
+    """The length in words of a phrase that offers the right choice and another one, such as "true or false", and so
+    leaks nothing; 0 if there is none."""
     both = [(gold, other) for gold in wanted.golds for other in wanted.others]
     for one, two in (*both, *((other, gold) for gold, other in both)):
         if len(after) > len(one) and after[len(one)] == _or() and list(after[: len(one)]) == one:
@@ -451,7 +458,7 @@ def _set_of(words: Iterable[str]) -> frozenset[int]:
 def _known(
     runs: Numbers, places: NDArray[np.int64], known: Numbers, sieve: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], ...]:
-    """Positions of the runs that occur in the sorted known runs, with each one's range there."""
+    """The positions of those runs that are known, with the range of each in the sorted array of known runs."""
     maybe = np.flatnonzero(sieve[0][_low(runs, sieve.shape[1])])
     maybe = maybe[sieve[1][_low(runs[maybe] >> OTHER_BITS, sieve.shape[1])]]
     first, last = (np.searchsorted(known, runs[maybe], side) for side in ("left", "right"))
@@ -460,7 +467,8 @@ def _known(
 
 
 def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]:
-    """All runs of a length, sorted, with benchmark and item of each; and a bit table that rules out most texts fast."""
+    """All known runs of one length, sorted, with the benchmark and item of each; and a lookup table that excludes most
+    texts fast."""
     runs, found = [np.empty(0, np.uint64)], [np.empty((0, 4), np.int64)]
     for number, index in enumerate(indices):
         if f"runs_{length}" in index:
@@ -473,7 +481,7 @@ def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.i
 
 
 def _sieve(known: Numbers) -> NDArray[np.bool_]:
-    """For two parts of a number: the values that the known ones have there."""
+    """Boolean tables for two groups of bits of a hash: which values these bits have in any known hash."""
     sieve = np.zeros((2, 1 << min(max((8 * len(known)).bit_length(), 16), LARGEST_SIEVE)), np.bool_)
     for part, numbers in zip(sieve, (known, known >> OTHER_BITS), strict=True):
         part[_low(numbers, len(part))] = True

@@ -82,7 +82,8 @@ def _seen(text: str, match: re.Match[str]) -> str:
 
 
 def _raised(text: str, start: int, digits: str) -> str:
-    """An exponent as a word of its own; empty for a footnote mark, which directly follows a word."""
+    """Raised digits as a separate word if they are an exponent; empty if they are a footnote mark, which directly
+    follows a word."""
     before = text[max(start - 2, 0) : start]
     mark = before[-1:] in set('.,;:!?"”’') or (len(before) == 2 and before.isalpha())
     return "" if mark else f" {digits}"

@@ -1,4 +1,4 @@
-"""Formulas of MathML in one line: as the TeX that they carry, or else from their elements."""
+"""Writes MathML formulas in one line: in the TeX that they contain, or else as text built from their elements."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ DELIMITERS = ("$", "\\(", "\\[", "\\begin")
 
 
 def formula(math: Element) -> str:
-    """A `math` element: its annotation or its `alttext` in TeX, between \\( and \\), or else its contents."""
+    """A `math` element as text: its TeX annotation or TeX `alttext` between \\( and \\), or else text built from its
+    child elements."""
     tex = next((_text(one) for one in math.iter() if _is_tex(one)), "")
     if not tex.strip() and _is_formula(math.get("alttext", ""), math):
         tex = math.get("alttext", "")
@@ -30,7 +31,8 @@ def formula(math: Element) -> str:
 
 
 def _is_formula(text: str, math: Element) -> bool:
-    """Whether an alternative text is the formula: it has all of its digits, and is no sentence about it."""
+    """Whether an `alttext` is the formula itself: it contains all of the formula's digits, and is not a sentence about
+    the formula."""
     leaves = [one.text or "" for one in math.iter() if not len(one) and not _name(one).startswith("annotation")]
     said = "".join(leaves).lower()
     digits = Counter(filter(str.isdecimal, said)) - Counter(filter(str.isdecimal, text))
@@ -47,7 +49,7 @@ def in_tex(tex: str, display: bool = False) -> str:
 
 
 def parsed(source: str) -> Element:
-    """The element that a piece of HTML consists of."""
+    """The element tree parsed from a piece of HTML that consists of one element."""
     reader = _Reader()
     reader.feed(source)
     reader.close()
@@ -121,7 +123,8 @@ def _shown(element: Element) -> str:
 
 
 def _row(element: Element, parts: Sequence[str]) -> str:
-    """An element's pieces next to one another. Digits that are set so are one number; a fraction stands apart."""
+    """The text of an element's children, joined in one line. Digits that are set so are one number; a fraction stands
+    apart."""
     text, before = element.text or "", ""
     for child, part in zip(element, parts, strict=True):
         name, shown = _name(child), part if part.strip() or part == " " else ""
@@ -137,12 +140,13 @@ def _group(text: str) -> str:
 
 
 def _over(text: str) -> str:
-    """What stands over a letter: an accent, or a limit."""
+    """The text of what MathML sets above a base: an accent unchanged, a limit as a superscript."""
     return as_script(text, "super") if any(map(str.isalnum, text)) or text == "∞" else text
 
 
 def _around(names: list[str], parts: list[str]) -> str:
-    """A base with subscripts and superscripts in pairs after it, and before it those after `mprescripts`."""
+    """A base followed by its pairs of subscript and superscript, and preceded by the pairs that come after
+    `mprescripts`."""
     cut = names.index("mprescripts") if "mprescripts" in names else len(names)
     base, after, before = parts[0] if parts else "", parts[1:cut], parts[cut + 1 :]
     return f"{_pairs(before)}{base}{_pairs(after)}"

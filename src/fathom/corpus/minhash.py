@@ -20,7 +20,8 @@ NOTHING = np.uint64(0)
 
 
 def band_numbers(words: Words, shingle: int, bands: int, rows: int, seed: int) -> Numbers:
-    """One number for each band of each text, equal if all hashes of the band are; 0 for a text without runs."""
+    """One number for each band of each text, equal for two texts if all their hashes of the band are; 0 for a text
+    without runs."""
     runs, bounds = words.runs(shingle)
     least = signatures((runs >> np.uint64(32)).astype(np.uint32), bounds, bands * rows, seed)  # [K, D]
     found = np.zeros((bands, len(bounds) - 1), np.uint64)

@@ -57,7 +57,7 @@ def _once(text: str, strip: Sequence[str], blank_lines: int, form: Form) -> str:
 
 
 def _compatible(text: str) -> str:
-    """NFKC outside of formulas, superscripts, subscripts and fractions."""
+    """A text in NFKC form, except for its formulas, superscripts, subscripts and fractions."""
     parts, end = [], 0
     for match in _kept().finditer(text):
         parts += [unicodedata.normalize("NFKC", text[end : match.start()]), match[0]]

@@ -1,4 +1,6 @@
-"""Papers as questions and answers that they hold already, as GeoGalactica makes its pairs of a bibliography.
+"""Question-answer pairs made from a paper's own text, in the way GeoGalactica makes pairs from a bibliography.
+
+The kinds of pairs:
 
 | pair | question | answer |
 | --- | --- | --- |
@@ -124,7 +126,8 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
-    """A row with a title and an abstract, which may begin with that title."""
+    """The paper in a row with a title and an abstract; if the abstract begins with the title, the title is removed from
+    it."""
     title, abstract = (" ".join(str(row.get(key) or "").split()) for key in ("title", "abstract"))
     abstract = abstract or " ".join(str(row.get(text_field) or "").split())
     if not title or not abstract:
@@ -135,7 +138,7 @@ def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
 def exchanges(
     paper: Paper, before: Paper | None, pairs: Sequence[str] = PAIRS
 ) -> Iterator[tuple[str, list[ConversationMessage]]]:
-    """The pairs of a paper, each with its kind.
+    """The question-answer pairs made from a paper, each with its kind.
 
     Args:
         paper: The paper.
@@ -160,8 +163,8 @@ def exchanges(
 
 
 def _statements(paper: Paper, title: str, abstract: str, before: Paper | None) -> Iterator[list[ConversationMessage]]:
-    """Statements of which about half are true. Without another paper no abstract can be a wrong one, so none is asked
-    for."""
+    """True/false questions on a paper's abstract and citations; the right answer is "true" for about half of them.
+    Without another paper no abstract can be a wrong one, so none is asked for."""
     if title and abstract and before is not None and before.title != title and _fits("abstract", before.abstract):
         if _hash(title) % 2:
             yield _asked("is_abstract", "True.", title, abstract)
@@ -199,7 +202,7 @@ def _fits(kind: str, text: str) -> bool:
 
 
 class _References(Converter):
-    """A TEI document whose references stay visible until its sentences are cut."""
+    """A TEI document in which references stay marked until the text has been cut into sentences."""
 
     def __init__(self, root: Element) -> None:
         super().__init__(root, sentinels=False)
@@ -211,7 +214,7 @@ class _References(Converter):
         self._targets: list[str] = []
 
     def reference(self, element: Element, shown: str, wanted: list[str] | None) -> str:
-        """A mark with the number of the target."""
+        """The text of a reference, enclosed in a mark that holds the index of its target."""
         if wanted is None:
             return shown
         self._targets.append((element.get("target") or "").removeprefix("#"))
@@ -243,8 +246,8 @@ class _References(Converter):
         return found
 
     def _no_citation(self, found: Sequence[str]) -> Callable[[str], bool]:
-        """Whether what a reference to a work shows is the number of an equation: where most works are shown otherwise,
-        `(3)` is."""
+        """Returns a test whether the text of a citation is an equation number instead: `(3)` is one if most citations
+        look different."""
         works = [
             shown for one in found for number, shown in MARK.findall(one) if self._targets[int(number)] in self.titles
         ]
@@ -252,7 +255,7 @@ class _References(Converter):
         return lambda shown: rare and NUMBERED.fullmatch(shown.strip()) is not None
 
     def _caption(self, block: Element) -> tuple[str, str]:
-        """`figure` or `table`, and the caption without its label."""
+        """The kind of a block, `figure` or `table`, and its caption without the label."""
         kind = "table" if block.get("type") == "table" or block.find(".//{*}table") is not None else "figure"
         said = (LABEL.sub("", self.plain(one)).strip() for one in block if tag_of(one) in ("head", "figDesc"))
         parts = [part for part in said if part]
@@ -263,14 +266,15 @@ class _References(Converter):
         return kind, " ".join([part if part.endswith((".", "?", "!", ":")) else f"{part}." for part in parts])
 
     def _sentences(self) -> Iterator[str]:
-        """Sentences of the body's paragraphs, with marks."""
+        """The sentences of the body's paragraphs, with references as marks."""
         for paragraph in _paragraphs(self._body):
             text = re.sub(r"\s+", " ", self.inline(paragraph, [])).strip()
             yield from sentences(re.sub(r"(?<=[(\[]) | (?=[)\]])", "", text))
 
 
 def _journals(root: Element) -> set[str]:
-    """Works without a title of their own: all that GROBID knows is a journal, or a volume that they are a part of."""
+    """The ids of cited works without a title of their own: GROBID knows only the journal or the volume that they are
+    part of."""
     found = set()
     for work in root.iter():
         if tag_of(work) == "biblStruct":
@@ -293,7 +297,8 @@ def _paragraphs(element: Element | None) -> Iterator[Element]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """A paragraph's sentences; one that does not begin with a capital or does not end with a full stop is left out."""
+    """The sentences of a paragraph, without those that do not begin with a capital or do not end with `.`, `!` or
+    `?`."""
     start = 0
     for end in [*(match.end() for match in END.finditer(text)), len(text)]:
         piece = text[start:end].strip()

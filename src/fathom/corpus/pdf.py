@@ -90,7 +90,8 @@ def _without_digits(line: str) -> str:
 
 
 def _without_marks(lines: Sequence[str]) -> list[str]:
-    """Lines without U+FFFE, which PDFium puts for the hyphen where it joins the lines of a divided word itself.
+    """Lines in which U+FFFE is removed or replaced by a hyphen: PDFium writes this character where it joins a word that
+    was divided between lines.
 
     The hyphen is written where the document has the word with a hyphen elsewhere, and not without one, and before a
     capital or a digit: no hyphenation divides a word there.

@@ -1,4 +1,4 @@
-"""Superscripts and subscripts of a PDF page, which PDFium's text has as ordinary digits: 2³² as 232.
+"""Finds the superscripts and subscripts of a PDF page, which PDFium's text shows as ordinary digits: 2³² as 232.
 
 A run of characters is set above or below the line if it is smaller than the characters next to it and its baseline
 differs from theirs. Only words with a digit are examined, because each look at a character costs a call.
@@ -35,7 +35,7 @@ class _Run:
     right: float
 
     def script_next_to(self, other: _Run | None) -> Script | None:
-        """How this run is set on the line of another one."""
+        """Whether this run is a superscript or a subscript of another run; None if it is neither."""
         if other is None or self.size > SMALLER * other.size:
             return None
         height = (self.baseline - other.baseline) / other.size
@@ -77,7 +77,7 @@ def with_scripts(page: Any) -> tuple[str, int]:
 
 
 def _joined(between: str, one: _Run | None, other: _Run) -> str:
-    """What stands between two runs of a line; a line end that PDFium put there, as the baseline changes, is none."""
+    """The text between two runs of a line, without a line break that PDFium inserted because the baseline changes."""
     if one is None or "\n" not in between or between.strip():
         return between
     gap = other.left - one.right
@@ -87,7 +87,7 @@ def _joined(between: str, one: _Run | None, other: _Run) -> str:
 
 
 def _neighbour(page: Any, text: str, place: int, step: int) -> _Run | None:
-    """The character before or after a word, on its line or the next."""
+    """The nearest character, other than white space, before or after a word, on the word's line or the next one."""
     at = place - 1 if step < 0 else place
     while 0 <= at < len(text) and text[at].isspace():
         at += step

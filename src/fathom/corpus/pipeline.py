@@ -67,7 +67,7 @@ BYTES_PER_TOKEN = 4.0
 
 @dataclass
 class StageReport:
-    """A stage's work in this run, and the counts of its manifest."""
+    """How many tasks of a stage this run executed and how long they took, with the stage's counts."""
 
     tasks: int
     done: int
@@ -167,7 +167,7 @@ def carry_out(stage: StageOf[Any], execute: Executing) -> StageReport:
 
 
 def _discard_damaged(stage: StageOf[Any], tasks: list[Task]) -> None:
-    """Read the results of earlier runs, and remove those with a file that is not what its task wrote."""
+    """Check the results of earlier runs, and remove each result with a file that differs from what its task wrote."""
     with ProgressBar(f"{stage.name}: checking", len(tasks)) as bar, ThreadPoolExecutor(READERS) as pool:
         for number, (task, files) in enumerate(zip(tasks, pool.map(stage.damaged, tasks), strict=True), 1):
             bar.update(number)
@@ -178,7 +178,8 @@ def _discard_damaged(stage: StageOf[Any], tasks: list[Task]) -> None:
 
 
 def _is_ours(directory: Path) -> bool:
-    """Whether a directory is empty or a corpus, begun or finished; a recipe alone is one if a build wrote it."""
+    """Whether a directory is empty or holds a corpus, finished or not; a lone recipe file counts as a corpus if a build
+    wrote it."""
     held = contents(directory)
     if held == ("a recipe", RECIPE):
         path = directory / RECIPE
@@ -193,7 +194,7 @@ def _is_written(path: Path) -> bool:
 
 @dataclass(frozen=True)
 class StagePreview:
-    """The work left in a stage."""
+    """Whether a stage is finished, and how many of its tasks a build would still run."""
 
     state: str
     to_do: int | None = None

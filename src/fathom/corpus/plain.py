@@ -1,4 +1,4 @@
-"""The stages of `fathom prepare`: inputs as files of documents, and these as token shards."""
+"""The stages of `fathom prepare`: inputs are read into files of documents, and these are encoded into token shards."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ AnyFile: TypeAlias = Path | RemoteFile | None
 
 @dataclass(frozen=True)
 class AdvisedReading(Reading):
-    """A reading whose errors name the options that allow more."""
+    """Reading options with error messages that name the option of `fathom prepare` which lets reading continue."""
 
     advises = True
 
 
 @dataclass(frozen=True)
 class PrepareSettings:
-    """The settings that determine the tokens."""
+    """The settings of `fathom prepare` that determine the tokens it writes."""
 
     inputs: list[str]
     tokenizer: str | int | None
@@ -51,7 +51,7 @@ class PrepareSettings:
 
 
 class Read(StageOf[PrepareSettings]):
-    """One task for many small files, or for a large one. If a tokenizer is trained, inputs are kept apart."""
+    """One task for many small files, or for one large file. If a tokenizer is trained, inputs are kept apart."""
 
     name = "read"
     uses = ("reading",)
@@ -125,7 +125,7 @@ class Encode(StageOf[PrepareSettings]):
     recipe_class = PrepareSettings
 
     def tasks(self) -> list[Task]:
-        """The tasks, once everything is read and there is a tokenizer."""
+        """This stage's tasks; they can be listed once all inputs are read and the tokenizer exists."""
         paths = (f"{TOKENIZER}/{TOKENIZER_JSON}", FACTS)
         tokenizer = tuple(Input.of(path, digest(self.workspace.directory / path)) for path in paths)
         parts = grouped(self.workspace.parts("read"), lambda part: part.bytes, PART_BYTES)
@@ -142,7 +142,7 @@ class Encode(StageOf[PrepareSettings]):
         return {"documents": sum(shard.documents for shard in shards.values()), "train": train}
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Refuse inputs without a document, or without one to train on."""
+        """Refuse inputs that contain no document, or whose documents are all held out from training."""
         if not counts.get("documents"):
             raise DataError(f"{', '.join(self.recipe.inputs)}: no documents: every record is empty")
         if not counts.get("train"):

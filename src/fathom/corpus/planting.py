@@ -1,4 +1,5 @@
-"""How many of a benchmark's questions a search would find: they are planted in excerpts, in every form."""
+"""Measures how many leaked benchmark questions a search finds, by planting questions in excerpts of documents, in every
+form of leak."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ PLANT_TASKS = 8
 
 
 class Plant(StageOf[AuditRecipe]):
-    """Some forms of one benchmark a task: how many of its planted items are found, by form and length."""
+    """Each task counts, for some forms of leak of one benchmark, how many planted items are found, by form and question
+    length."""
 
     name = "plant"
     version = 2
@@ -39,7 +41,7 @@ class Plant(StageOf[AuditRecipe]):
         return {"plants": self.recipe.plants, "seed": self.recipe.seed}
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         covers = parts_of(self.workspace)[:1]
         forms = list(ALL)
         return [
@@ -67,7 +69,7 @@ class Plant(StageOf[AuditRecipe]):
 
 
 def _excerpt(text: str) -> str:
-    """A document's beginning, which ends between words."""
+    """The beginning of a document, cut between two words."""
     return text if len(text) <= EXCERPT else text[:EXCERPT].rpartition(" ")[0]
 
 
@@ -83,7 +85,8 @@ class Planting:
             self._by_length[next(name for name, most in LENGTHS.items() if words <= most)].append(number)
 
     def recall(self, form: str, length: str, plants: int, chance: random.Random) -> tuple[int, int]:
-        """How many items of a length are planted in a form, and how many of them are found."""
+        """How many items with questions of a given length are planted in one form of leak, and how many of these are
+        found."""
         numbers = [
             number
             for number in self._by_length[length]

@@ -92,7 +92,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class PrepareOptions(AdvisedReading):
-    """How `prepare` reads its inputs, writes shards and trains a tokenizer."""
+    """Options of `prepare`: how it reads its inputs, writes shards and trains a tokenizer."""
 
     max_record_bytes: int = MAX_RECORD_BYTES
     """Maximum bytes of a line, a file, or the text between separators."""
@@ -159,7 +159,7 @@ def prepare(
 
 
 def check_inputs(inputs: Sequence[str | Path], out: Path, held_out: float) -> None:
-    """Refuse, before other work, inputs that `prepare` refuses; the arguments are its own."""
+    """Refuse, before other work, inputs that `prepare` would refuse; the arguments are those of `prepare`."""
     _checked_inputs(_settings(inputs, None, held_out, PrepareOptions()), out)
 
 
@@ -180,8 +180,9 @@ def _settings(
 
 
 def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettings, list[Source], str]:
-    """The inputs, whose first documents are read, so that a wrong field or a damaged file is reported at once. A single
-    text file is divided into several documents if some are to be held out; the text says into what."""
+    """The settings and the inputs; the first document of each input is read, so that a wrong field or a damaged file is
+    reported at once. A single text file is divided into several documents if some are to be held out; the text says
+    into what."""
     sources, divided = settings.sources(out), ""
     settings = replace(settings, input_bytes=sum(source.size for source in sources))
     only = sources[0].paths[0] if len(sources) == 1 and len(sources[0].paths) == 1 else None
@@ -199,7 +200,7 @@ def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettin
 
 
 def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor) -> None:
-    """Do what is left to do, and write the corpus."""
+    """Run the tasks that are not finished yet, and write the corpus."""
     place = workspace.directory
     begun = place.exists()
     place.mkdir(exist_ok=True)
@@ -227,7 +228,8 @@ def _make(workspace: WorkspaceOf[PrepareSettings], out: Path, executor: Executor
 
 
 def _worth_keeping(workspace: WorkspaceOf[PrepareSettings]) -> bool:
-    """Whether some documents are encoded, or some inputs are read while others could not be."""
+    """Whether an interrupted run left work to resume: some documents are encoded, or some, but not all, inputs are
+    read."""
     read = workspace.stage(Read.name)
     return any(workspace.stage(Encode.name).glob(f"*/{TASK}")) or (
         any(read.glob(f"*/{TASK}")) and not (read / MANIFEST).exists()
@@ -235,7 +237,7 @@ def _worth_keeping(workspace: WorkspaceOf[PrepareSettings]) -> bool:
 
 
 def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
-    """Load or train the tokenizer, and save it with what the shards need to know of it."""
+    """Load or train the tokenizer, and save it with the vocabulary size and the EOS id, which the shards need."""
     settings, place = workspace.recipe, workspace.directory
     if isinstance(settings.tokenizer, int):
         parts = [
@@ -252,7 +254,7 @@ def _save_tokenizer(workspace: WorkspaceOf[PrepareSettings]) -> None:
 
 
 def _checked(workspace: WorkspaceOf[PrepareSettings]) -> list[tuple[str, str, Path, Path]]:
-    """The shards of all tasks: split, domain, and the files of tokens and of documents' ends, which are intact."""
+    """(split, domain, token file, file of document ends) of the shards of all tasks, whose checksums are verified."""
     found = []
     for one in workspace.outputs("encode", SHARDS):
         folder = workspace.path(one).parent
@@ -323,7 +325,8 @@ def _difference(out: Path, settings: PrepareSettings) -> str | None:
 
 
 def _named(key: str, value: object) -> str:
-    """A setting and its value by the argument's name; a tokenizer that was trained has the name of its size."""
+    """A setting as text: the argument's name and its value; for a trained tokenizer the argument is
+    `train_tokenizer`."""
     name = "train_tokenizer" if key == "tokenizer" and isinstance(value, int) else key
     return f"`{name}` {_briefly(value)}"
 
@@ -336,7 +339,8 @@ def _briefly(value: object) -> str:
 
 
 def _newer(out: Path, sources: list[Source]) -> list[Path]:
-    """Inputs written after a finished corpus; the index cannot detect a change that keeps a file's size."""
+    """Input files that were modified after the corpus was finished; the index alone cannot detect a change that keeps a
+    file's size."""
     made = (out / INDEX).stat().st_mtime_ns
     return [path for source in sources for path in source.paths if path.stat().st_mtime_ns > made]
 
@@ -349,7 +353,8 @@ def _warn_of(newer: Sequence[Path], out: Path) -> None:
 
 
 def _warn_of_others(sources: Sequence[Source]) -> None:
-    """Name files of a downloaded data set that are seldom meant: its card, and other splits beside the training one."""
+    """Warn of input files of a downloaded data set that are seldom meant for training: its card, and splits other than
+    the training split."""
     for domain in dict.fromkeys(source.domain for source in sources):
         mine = [(path, source.kind) for source in sources if source.domain == domain for path in source.paths]
         splits = {path: set(re.split(r"[^a-z]+", "/".join(path.parts[-2:]).lower())) for path, _ in mine}
@@ -379,7 +384,7 @@ def _summary(out: Path, sources: Sequence[Source], divided: str, seconds: float)
 
 
 def _drafts(out: Path) -> list[Path]:
-    """What a killed run left beside the files that it was replacing."""
+    """Temporary files that a killed run left next to the files that it was replacing."""
     return [path for name in (INDEX, VERIFIED) for path in out.glob(f".{name}.[0-9]*{DRAFT}") if not path.is_dir()]
 
 

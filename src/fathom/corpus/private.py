@@ -67,7 +67,7 @@ Span = tuple[int, int, Private]
 
 
 def masked(text: str, kinds: Collection[str]) -> tuple[str, Counter[str]]:
-    """A text with private data of these kinds replaced, and how often by kind."""
+    """A text with private data of the given kinds replaced, and how often each kind was replaced."""
     spans: list[Span] = sorted(span for kind in KINDS if kind in kinds for span in FINDERS[kind](text))
     parts, end, counts = [], 0, Counter[str]()
     for start, stop, kind in spans:
@@ -103,7 +103,8 @@ def _is_global(address: str) -> bool:
 
 
 def _is_numbering(text: str, match: re.Match[str]) -> bool:
-    """Whether four numbers are a version or a section: small ones that begin a line, or after a word that says so."""
+    """Whether four dotted numbers are a version or section number, not an IP address: small numbers at the start of a
+    line, or any after a word such as "version"."""
     before = text[max(match.start() - 16, 0) : match.start()]
     small = all(int(part) < 30 for part in match[0].split("."))
     begins = before[-1:] in ("", "\n") and text[match.end() : match.end() + 1] in (" ", "\t")
@@ -131,7 +132,7 @@ def _keys(text: str) -> Iterator[Span]:
 
 
 def _is_random(text: str, least: float = LEAST_BITS) -> bool:
-    """Whether a text has letters and digits in no order that words have."""
+    """Whether a text looks like a random string: it has letters and digits, and a high character entropy."""
     counts: Sequence[int] = list(Counter(text).values())
     bits = -sum(count / len(text) * math.log2(count / len(text)) for count in counts)
     return bits >= least and any(map(str.isdecimal, text)) and any(map(str.isalpha, text)) and text.count(".") < 2

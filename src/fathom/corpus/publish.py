@@ -156,7 +156,7 @@ def index_of(
 
 
 def _is_copy(file: Path, target: Path) -> bool:
-    """Whether a published file is the one that a stage made, by a link or by its contents."""
+    """Whether a published file is the one that a stage wrote: a hard link to it, or a file with the same contents."""
     return target.is_file() and (target.samefile(file) or digest(target) == digest(file))
 
 
@@ -189,8 +189,8 @@ def _published(folder: Path, name: str = INDEX) -> CorpusIndex | None:
 
 
 def _withdraw_shards(folder: Path) -> None:
-    """Remove the files of a published corpus, or of one of which a stopped run left some. Other files in its folder
-    stay."""
+    """Remove the files of a published corpus, also if a stopped run has left only some of them. Other files in its
+    folder stay."""
     if _published(folder) is not None:
         (folder / INDEX).replace(folder / PARTIAL)
     if (index := _published(folder, PARTIAL)) is None:
@@ -214,7 +214,7 @@ def _withdraw_mixture(directory: Path) -> None:
 
 
 def _publish_exports(workspace: Workspace) -> None:
-    """A folder for each export format."""
+    """Publish one folder for each export format."""
     place = workspace.directory / EXPORT_FOLDER
     shutil.rmtree(place, ignore_errors=True)
     for task in workspace.manifest("export").tasks:
@@ -225,7 +225,7 @@ def _publish_exports(workspace: Workspace) -> None:
 
 
 def _publish_flags(workspace: Workspace) -> None:
-    """The self-check and the item flags of every benchmark."""
+    """Publish the self-check of every benchmark, and which of its items are contaminated."""
     place = workspace.directory / BENCHMARK_FOLDER
     shutil.rmtree(place, ignore_errors=True)
     for one in workspace.outputs("flags", ".jsonl"):

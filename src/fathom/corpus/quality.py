@@ -65,7 +65,7 @@ def broken_rules(text: str, limits: Filter, language: str = ENGLISH) -> list[Bro
 
 
 def measures(text: str, limits: Filter, language: str = ENGLISH) -> Iterator[tuple[str, float]]:
-    """(rule, value) for each rule that is on, and that can judge a text in this language."""
+    """(rule, value) for each rule that is enabled and that can judge a text in this language."""
     words = words_of([text])
     count = len(words.numbers)
     yield "min_words", count
@@ -89,7 +89,8 @@ def measures(text: str, limits: Filter, language: str = ENGLISH) -> Iterator[tup
 
 
 def _lengths(text: str, words: Words) -> Iterator[tuple[str, float]]:
-    """The mean length of words, unless most stand alone: each character of Chinese, Japanese or Thai is one."""
+    """The mean length of words, unless most words are single characters: in Chinese, Japanese and Thai each character
+    counts as a word."""
     alone = 0 if text.isascii() else len(STANDING_ALONE.findall(text))
     others = len(words.numbers) - alone
     if others >= alone:
@@ -145,7 +146,7 @@ def _top(numbers: Numbers, ends: NDArray[np.int64], size: int) -> int:
 
 
 def _covered(numbers: Numbers, lengths: NDArray[np.int64], size: int) -> int:
-    """Characters of words inside runs that occurred before, each word counted once."""
+    """The number of characters in words inside runs that repeat an earlier run of the text; each word counts once."""
     if len(numbers) <= size:
         return 0
     runs = run_numbers(numbers, size)

@@ -54,7 +54,7 @@ class Collection(Section):
     """overrides of the filter section for this collection"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield bool(self.inputs), "inputs", "name at least one file, directory or glob"
         paired = len(self.templates) % 2 == 0 and all("{entity}" in one for one in self.templates[::2])
         yield paired, "templates", "write a question with {entity} in it, then its answer, and so on"
@@ -84,7 +84,7 @@ class IngestOptions(Section, section="ingest"):
     """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         for key in ("max_file_bytes", "max_document_bytes", "max_seconds", "max_memory"):
             yield getattr(self, key) > 0, key, "allowed: a positive number"
         yield self.check >= 0, "check", "allowed: 0 or more"
@@ -105,7 +105,7 @@ class Normalize(Section, section="normalize"):
     numbers, secret keys; in conversations, too"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield all(map(_compiles, self.strip)), "strip", "allowed: regular expressions"
         yield self.blank_lines >= 0, "blank_lines", "allowed: 0 or more"
 
@@ -165,7 +165,7 @@ class Filter(Section):
 
 @dataclass(frozen=True)
 class Deduplicate(Section, section="deduplicate"):
-    """Which documents count as the same."""
+    """Which documents count as duplicates of each other."""
 
     exact: bool = True
     """keep one of several documents of the same text, or conversations of the same messages"""
@@ -184,7 +184,7 @@ class Deduplicate(Section, section="deduplicate"):
     """seed of the hashes"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield 0 < self.jaccard <= 1, "jaccard", "allowed: a share above 0, 1 at most"
         for key in ("shingle", "bands", "rows"):
             yield getattr(self, key) >= 1, key, "allowed: 1 or more"
@@ -205,7 +205,7 @@ class BenchmarkFile(Section, short="path"):
     """null takes decontaminate.action"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield bool(self.path), "path", "name a file"
 
 
@@ -229,7 +229,7 @@ class Decontaminate(Section, section="decontaminate"):
     """end with exit code 1 if a benchmark has one question with two answers"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         ordered = 1 <= self.shortest <= self.whole <= self.words
         yield ordered, "whole", "allowed: 1 <= shortest <= whole <= words"
         yield self.margin >= 0, "margin", "allowed: 0 or more"
@@ -255,7 +255,7 @@ class TokenizeOptions(Section, section="tokenize"):
     """approximate bytes of text in one shard"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         one = (self.tokenizer is None) != (self.train is None)
         yield one, "tokenizer", "set either tokenize.tokenizer or tokenize.train"
         small = self.train is None or self.train <= MOST_TOKENS
@@ -276,7 +276,7 @@ class ConverseOptions(Section, section="converse"):
     """longer conversations lose their oldest exchanges; one whose last exchange alone is longer is rejected"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield self.max_tokens >= 2, "max_tokens", "allowed: 2 or more"
 
 
@@ -294,7 +294,7 @@ class Mix(Section, section="mix"):
     """tokens per training sequence"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         for name, share in self.shares.items():
             yield share > 0, f"shares.{name}", "allowed: a positive number"
         total = sum(self.shares.values())
@@ -324,7 +324,7 @@ class Executor(Section, section="executor", short="name"):
     """slurm: a shell command that sets up a job, such as the activation of an environment"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """Checks on the values of the fields, beyond their types."""
         yield self.workers is None or self.workers >= 1, "workers", "allowed: 1 or more"
         yield self.gpus >= 0, "gpus", "allowed: 0 or more"
 
@@ -369,7 +369,7 @@ class CorpusRecipe(Section):
             self.filter_of(name)
 
     def filter_of(self, collection: str) -> Filter:
-        """The filter of a collection: the section, with the collection's own keys over it."""
+        """The filter of a collection: the recipe's `filter` section, overridden by the collection's own keys."""
         own = dataclasses.asdict(self.filter) | self.collections[collection].filter
         return fill(Filter, own, f"collections.{collection}.filter")
 

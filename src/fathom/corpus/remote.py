@@ -45,7 +45,7 @@ def _same_programs() -> str:
 
 
 def schedule(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> None:
-    """Run tasks on processes of datatrove, and return when all have ended, whether or not they did their work.
+    """Run tasks on processes of datatrove, and return when all have ended, whether or not they succeeded.
 
     Args:
         wanted: The scheduler and its settings.
@@ -69,7 +69,7 @@ def schedule(wanted: Executor, work: Work, count: int, logs: Path, name: str) ->
 
 
 def slurm_script(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> str:
-    """What `schedule` would give to sbatch; writes nothing."""
+    """The script that `schedule` would submit with sbatch; writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         job = _job(wanted, work, count, Path(folder), name)
         text: str = job.get_launch_file_contents(
@@ -83,7 +83,7 @@ def _is_queued(job: object) -> bool:
 
 
 def _job(wanted: Executor, work: Work, count: int, logs: Path, name: str) -> Any:
-    """datatrove's object for a number of tasks."""
+    """The datatrove executor that runs a number of tasks."""
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:

@@ -56,7 +56,7 @@ class Sandbox:
         return Fidelity(**reply) if reply and "numbers" in reply else None
 
     def _ask(self, request: dict[str, str]) -> tuple[dict[str, Any] | None, bool]:
-        """The answer of the process; None if it died, and whether that was for the time."""
+        """The answer of the process (None if it died), and whether it was killed at the time limit."""
         # Libraries print warnings on standard error; the status is enough.
         process = self._process = self._process or started(CHILD, stderr=subprocess.DEVNULL)
         late = threading.Event()
@@ -108,7 +108,8 @@ def _answered(kind: str, path: Path, request: Mapping[str, Any]) -> Extracted | 
 
 
 def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
-    """What a reader makes of a file; the run continues and lists a file on which a library raised."""
+    """The result of reading a file; if a library raises an exception, the result is a failure status, and the run
+    continues."""
     try:
         found = EXTRACTORS[kind](path, settings)
         if len(found.text.encode("utf-8", "replace")) > settings["max_document_bytes"]:
@@ -126,7 +127,7 @@ def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
 
 
 def page_texts(kind: str, path: Path) -> list[str]:
-    """The markup of a file that a reader has read."""
+    """The HTML source of each page of a file that a reader has read."""
     return epub.sources(path) if kind == "epub" else [html.decode(path.read_bytes())]
 
 

@@ -1,4 +1,5 @@
-"""The stage of an audit that searches documents for the items of benchmarks, and what its stages share."""
+"""The audit stage that searches documents for benchmark items, and the recipe and helpers that all audit stages
+share."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Search(StageOf[AuditRecipe]):
     recipe_class: ClassVar[type[Any]] = AuditRecipe
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         indices, items = indices_of(self.workspace)
         return [
             Task.of([part], indices, items, benchmarks=names_of(self.workspace)) for part in parts_of(self.workspace)

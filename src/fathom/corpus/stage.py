@@ -56,7 +56,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Task:
-    """A piece of a stage's work, as plain data, so that any scheduler can carry it."""
+    """One task of a stage, as plain data that any scheduler can pass to a worker."""
 
     inputs: tuple[Input, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -64,13 +64,13 @@ class Task:
 
     @classmethod
     def of(cls, *groups: Iterable[Input], **arguments: object) -> Task:
-        """A task that reads several groups of files."""
+        """A task that reads several groups of input files."""
         files = [tuple(group) for group in groups]
         return cls(tuple(chain(*files)), {**arguments, "sizes": [len(group) for group in files]})
 
     @property
     def groups(self) -> list[tuple[Input, ...]]:
-        """The groups of files of such a task."""
+        """The groups of input files of a task that `Task.of` made."""
         files = iter(self.inputs)
         return [tuple(islice(files, size)) for size in self.arguments["sizes"]]
 
@@ -106,7 +106,7 @@ class StageManifest:
 
 @dataclass(frozen=True)
 class Times:
-    """Time of one or several tasks."""
+    """Run time and peak memory of one or several tasks."""
 
     seconds: float
     cpu_seconds: float
@@ -163,7 +163,7 @@ Workspace = WorkspaceOf[CorpusRecipe]
 
 
 class StageOf(ABC, Generic[R]):
-    """One step from documents to tokens."""
+    """A stage: one processing step on the way from documents to tokens."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
@@ -187,7 +187,7 @@ class StageOf(ABC, Generic[R]):
 
     @abstractmethod
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished; the same list on every machine."""
+        """This stage's tasks, the same list on every machine; call it only after the earlier stages have finished."""
 
     @abstractmethod
     def run(self, task: Task, folder: Path) -> dict[str, int]:
@@ -214,7 +214,7 @@ class StageOf(ABC, Generic[R]):
         return all(_size(folder / name) == facts.bytes for name, facts in outputs.items())
 
     def damaged(self, task: Task) -> list[Path]:
-        """Files of a finished task that are not what it wrote: their SHA-256 is not that in its record."""
+        """Files of a finished task that were changed or lost: their SHA-256 is not the one in the task's record."""
         folder = self.folder(task)
         if not (folder / TASK).is_file():
             return []
@@ -235,7 +235,7 @@ def grouped(
     most: int = sys.maxsize,
     key: Callable[[T], object] = lambda _: None,
 ) -> Iterator[list[T]]:
-    """Consecutive items in groups; an item over the limit is a group of its own.
+    """Yields groups of consecutive items up to a size limit; an item over the limit forms a group by itself.
 
     Args:
         items: The items, in order.
@@ -396,7 +396,7 @@ def conclude(stage: StageOf[Any], tasks: Sequence[Task]) -> StageManifest:
 
 
 def _named(one: Input) -> Input:
-    """An input as a manifest records it, without the user's directory."""
+    """An input as a manifest records it: a user's file by its name only, without its directory."""
     return replace(one, path=Path(one.path).name) if Path(one.path).is_absolute() else one
 
 

@@ -1,4 +1,5 @@
-"""Superscripts and subscripts as text: 2³² and x₁ where Unicode has every character, else 2^{a/b}; words as x_{max}."""
+"""Writes superscripts and subscripts as text: 2³² and x₁ where Unicode has every character, else 2^{a/b}; words as
+x_{max}."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ YEAR_OR_END = re.compile(r"(?:(?<!\d)(?:1\d|20)\d\d|[.,;:!?\"”’])\Z")
 
 
 def as_script(text: str, script: Script, before: str = "") -> str:
-    """A text that is set above or below the line, in one line.
+    """A superscript or subscript, written as plain text in one line.
 
     Args:
         text: The text.
@@ -46,7 +47,7 @@ def as_script(text: str, script: Script, before: str = "") -> str:
 
 
 def named_script(words: str) -> Script | None:
-    """The script that an attribute's value names."""
+    """Whether an attribute's value names a superscript or a subscript; None if it names neither."""
     return "super" if NAMED["super"].search(words) else "sub" if NAMED["sub"].search(words) else None
 
 

@@ -35,7 +35,7 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def parsed(path: Path) -> Element | Extracted:
-    """The root of a TEI file; or why it has none."""
+    """The root element of a TEI file; or a failed result with the reason why there is none."""
     root = xml_of(path)
     if isinstance(root, Extracted) or tag_of(root) == "TEI":
         return root
@@ -65,7 +65,7 @@ def _is_link(element: Element) -> bool:
 
 
 class Converter:
-    """A document during its conversion to Markdown."""
+    """Converts a TEI document to Markdown."""
 
     def __init__(self, root: Element, sentinels: bool) -> None:
         self._root, self._sentinels = root, sentinels
@@ -149,7 +149,8 @@ class Converter:
         return text
 
     def _visible(self, reference: Element, before: str, wanted: list[str] | None) -> str:
-        """What a reference shows; nothing if that is raised, or a number without a blank before it."""
+        """The visible text of a reference; empty for a superscript mark, or for a number attached to the word before
+        it."""
         inner = self.inline(reference, wanted)
         raised = len(reference) and all(map(_is_raised, reference)) and not (reference.text or "").strip()
         glued = before[-1:].isalnum() and inner[:1].isdigit() and MARK.fullmatch(inner)
@@ -171,7 +172,7 @@ class Converter:
         return shown
 
     def _block(self, identity: str) -> list[str]:
-        """A figure or table, the first time it is referenced."""
+        """The Markdown of a figure or table the first time it is referenced; empty afterwards."""
         if identity in self._shown:
             return []
         self._shown.add(identity)

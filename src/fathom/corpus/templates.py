@@ -75,7 +75,8 @@ def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
 
 
 def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
-    """A question, thoughts and actions (trained on), observations (not trained on), and EOS at the end."""
+    """ReAct's format: a question, thoughts and actions (trained on), observations (not trained on), and EOS at the
+    end."""
     last = len(messages) - 1
     for number, message in enumerate(messages):
         content, trained = str(message["content"]), is_trained(message)
@@ -136,7 +137,8 @@ class ConversationEncoder:
         return [text for text in tokens_of(self._template) if self._tokenizer.token_to_id(text) is None]
 
     def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
-        """Tokens ending with EOS, without the oldest exchanges if they are too long; None if the last one alone is."""
+        """A conversation as token ids that end with EOS; the oldest exchanges are dropped if it is too long, and it is
+        None if even the last exchange is."""
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):

@@ -53,13 +53,14 @@ class Tokenizer(Stage):
         return {**{key: getattr(tokens, key) for key in keys}, **({"template": template} if template else {})}
 
     def _template(self) -> str | None:
-        """The chat template for the tokenizer; None if there are no conversations, or it has its own."""
+        """The built-in chat template to store in the tokenizer; None if there are no conversations, or if the
+        tokenizer's own template is used."""
         talks = any(one.kind != "documents" for one in self.recipe.collections.values())
         name = self.recipe.converse.template
         return name if talks and name in TEMPLATES else None
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         name = self.recipe.tokenize.tokenizer
         if name is None:
             return [part_task(kept_parts(self.workspace))]
@@ -71,7 +72,8 @@ class Tokenizer(Stage):
         return [Task(inputs, {"folder": place.is_dir()})]
 
     def check(self) -> None:
-        """Refuse, before any work, a named tokenizer that is still to be loaded and cannot be."""
+        """Refuse, before any work, a named tokenizer that cannot be loaded, unless an earlier run has already loaded
+        it."""
         name = self.recipe.tokenize.tokenizer
         if name is not None and not all(self.done(task) for task in self.tasks()):
             place = Path(name).expanduser()
@@ -100,7 +102,7 @@ class Tokenizer(Stage):
 
 
 def store_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> dict[str, int]:
-    """Save a tokenizer with what the shards need to know of it."""
+    """Save a tokenizer with its vocabulary size and EOS id, which the shards need."""
     save_tokenizer(tokenizer, folder)
     facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(cast("int", tokenizer.eos_token_id))}
     write_json(folder / FACTS, facts)
@@ -110,7 +112,7 @@ def store_tokenizer(tokenizer: AnyTokenizer, folder: Path) -> dict[str, int]:
 def training_texts(
     parts: Sequence[tuple[object, Callable[[], Iterator[Document]]]], limit: int, held_out: float
 ) -> Iterator[str]:
-    """Training documents from the start of every source, without the held-out ones.
+    """Yields documents from the start of every source, without held-out ones, as training text for a tokenizer.
 
     Each source has an equal share of the text and of the distinct words, which training keeps in memory. Later sources
     get the share of words that one source leaves unused.
@@ -155,7 +157,7 @@ class Tokenize(Stage):
     uses = ("tokenize.held_out",)
 
     def tasks(self) -> list[Task]:
-        """The tasks, once the earlier stages are finished."""
+        """This stage's tasks; call it only after the earlier stages have finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "documents"]
         return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
 
@@ -215,7 +217,7 @@ def require_few_domains(domains: Collection[str]) -> None:
 
 
 class TextEncoder:
-    """Encodes documents for a shard writer."""
+    """Encodes documents as the token ids and lengths that a shard writer takes."""
 
     def __init__(self, file: Path, vocab_size: int, eos_token_id: int) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,4 +1,4 @@
-"""ReAct traces: one text of thoughts, actions and observations as a conversation with tools."""
+"""ReAct traces: converts a text of thoughts, actions and observations into a conversation with tool calls."""
 
 from __future__ import annotations
 

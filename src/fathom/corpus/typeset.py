@@ -73,7 +73,7 @@ Kind = Literal["super", "sub", "math", "tex", "rendered", "note", ""]
 
 @dataclass
 class _Open:
-    """An element whose end tag has not come yet."""
+    """An open element, whose end tag has not been read yet."""
 
     tag: str
     kind: Kind
@@ -100,7 +100,7 @@ class Typeset:
 
 
 def typeset(page: str) -> Typeset:
-    """A page whose superscripts, subscripts and formulas are text."""
+    """Rewrite the superscripts, subscripts and formulas of a page as text."""
     if not SIGNS.search(page):
         return Typeset(page)
     reader = _Typesetter(page)
@@ -110,7 +110,7 @@ def typeset(page: str) -> Typeset:
 
 
 class _Typesetter(HTMLParser):
-    """Finds what is to be rewritten, as changes of the page."""
+    """Parses a page and collects the changes that rewrite its superscripts, subscripts and formulas."""
 
     def __init__(self, page: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -163,7 +163,7 @@ class _Typesetter(HTMLParser):
         self._add(data)
 
     def _end_block(self, tag: str, start: int) -> None:
-        """Neither notes nor formulas reach over the edges of a paragraph or a cell."""
+        """End all open elements at the edge of a paragraph or table cell, which neither notes nor formulas cross."""
         if tag in ENDING:
             while self._open:
                 self._end(self._open.pop(), start, start)
@@ -174,11 +174,11 @@ class _Typesetter(HTMLParser):
         return self._lines[line - 1] + column
 
     def _scripted(self) -> _Open | None:
-        """The innermost element that is rewritten."""
+        """The innermost open element that will be rewritten, if any."""
         return next((one for one in reversed(self._open) if one.kind), None)
 
     def _add(self, text: str, change: int | None = None) -> None:
-        """Text at this place; `change` is the superscript that it comes from."""
+        """Add text at the current position; `change` is the index of the superscript that it comes from."""
         said = any(map(str.isalnum, text))
         noted = False
         for one in reversed(self._open):
@@ -193,7 +193,7 @@ class _Typesetter(HTMLParser):
         self._before = (self._before + text)[-8:]
 
     def _image(self, attributes: dict[str, str], start: int) -> None:
-        """A picture of a formula, unless the page has formulas of its own."""
+        """Replace an image of a formula by its TeX, unless the page contains the formulas themselves."""
         tex = attributes.get("alt", "")
         named = f"{attributes.get('class', '')} {attributes.get('role', '')}"
         if tex and MATH_IMAGE.search(named) and not self._formulas and not self._scripted():
@@ -202,7 +202,7 @@ class _Typesetter(HTMLParser):
             self._add(text)
 
     def _end(self, one: _Open, start: int, stop: int) -> None:
-        """An element's end: the text that it becomes."""
+        """Close an element, and replace it by the text that it becomes."""
         if not one.kind:
             if one.inner and not one.besides and _is_note(one):  # a link around nothing but a superscript
                 for change in one.inner:
@@ -238,7 +238,8 @@ class _Typesetter(HTMLParser):
 
 
 def _raised_classes(page: str) -> dict[str, Script]:
-    """Classes that a page's style sheets set above or below the line, as word processors write superscripts."""
+    """The CSS classes that a page's style sheets set above or below the line, which is how word processors write
+    superscripts."""
     found: dict[str, Script] = {}
     for sheet in SHEET.findall(page):
         for selectors, body in RULE.findall(sheet):
@@ -248,7 +249,7 @@ def _raised_classes(page: str) -> dict[str, Script]:
 
 
 def _styled(style: str) -> Script | None:
-    """Where a style sets its text."""
+    """Whether a CSS style sets its text as a superscript or a subscript; None if neither."""
     if named := STYLE.search(style):
         return named_script(named[1])
     if moved := MOVED.search(style):
@@ -258,7 +259,7 @@ def _styled(style: str) -> Script | None:
 
 
 def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -> Kind:
-    """What an element is rewritten as."""
+    """The kind of superscript, subscript or formula as which an element is rewritten."""
     names = attributes.get("class", "")
     if tag.rpartition(":")[2] == "math":
         return "math"
@@ -282,7 +283,8 @@ def _kind(tag: str, attributes: dict[str, str], classes: Mapping[str, Script]) -
 
 
 def _is_mark(said: str, link: str) -> bool:
-    """Whether a link that calls itself `noteref` holds nothing but a mark; glossaries link the word itself."""
+    """Whether a link of type `noteref` contains only a note mark; in glossaries such a link contains the word
+    itself."""
     mark = unicodedata.normalize("NFKC", said).strip("^{}[](). ")  # which may have been set above the line
     return bool(MARK.fullmatch(mark)) or (mark.isdecimal() and re.search(rf"(?<!\d){mark}$", link) is not None)
 

@@ -1,4 +1,4 @@
-"""A table as questions and answers: several questions per value; missing values are skipped."""
+"""Converts table records into questions and answers: several questions for each value; missing values are skipped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTHING = ("", "-", "–", "na", "n/a", "none", "null", "nan", "unknown")
 def pairs_of(
     record: Mapping[str, object], entity_field: str, templates: Sequence[tuple[str, str]] = TEMPLATES
 ) -> Iterator[list[ConversationMessage]]:
-    """One exchange for each value and template.
+    """Yields one question-answer exchange for each value and template.
 
     Args:
         record: Keys and values; a list becomes one value.
@@ -61,5 +61,5 @@ def said(value: object) -> str:
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
-    """A template with its three fields filled in; other braces, and those of values, are kept."""
+    """A template with {entity}, {key} and {value} filled in; any other braces, also those inside values, are kept."""
     return re.sub(r"\{(entity|key|value)\}", lambda field: words[field[1]], template)

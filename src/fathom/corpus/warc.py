@@ -1,4 +1,5 @@
-"""WARC and WET, the archives of crawls: pages as they were served, and texts that somebody extracted from them."""
+"""Reads WARC and WET files, the archives of web crawls: pages as servers sent them, and texts already extracted from
+pages."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ BOM = b"\xef\xbb\xbf"
 
 
 class Captured(NamedTuple):
-    """A page, or the text of one, in an archive."""
+    """A web page, or the extracted text of one, from an archive."""
 
     kind: str
     """`text`, or the reader that it needs."""
@@ -57,18 +58,19 @@ def captured(path: Path, limit: int) -> Iterator[Captured]:
 
 
 class _Pieces:
-    """A file that is read in pieces of a compressed record at most, so that damage costs no record before it."""
+    """A file that is read in small pieces, none larger than a compressed record, so that damaged data loses no record
+    before it."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
 
     def read(self, size: int = -1) -> bytes:
-        """The next bytes, at most so many."""
+        """The next bytes of the file, at most `size` of them."""
         return bytes(self._file.read1(size if size > 0 else 1 << 16))
 
 
 def _kind(record: Any) -> str:
-    """The reader of a record; empty if it is passed over."""
+    """The name of the reader for a record's content; empty if the record is skipped."""
     kind, http = record.rec_type, record.http_headers
     if kind == "conversion":
         return "text"
@@ -84,7 +86,8 @@ def _type(header: str | None) -> str:
 
 
 def _in_utf8(data: bytes, record: Any, kind: str) -> bytes:
-    """A page in UTF-8 with its mark, if the server named another encoding; such a header decides."""
+    """A page converted to UTF-8 with a byte-order mark, if the HTTP header names its encoding; else the page
+    unchanged."""
     http = record.http_headers
     header = http.get_header("Content-Type") if http is not None else None
     named = (header or "").lower().partition("charset=")[2].partition(";")[0].strip(" \"'")

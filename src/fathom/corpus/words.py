@@ -43,14 +43,14 @@ class Words:
     bounds: NDArray[np.int64]  # [D + 1]: the words of text d are bounds[d] to bounds[d + 1]
 
     def runs(self, length: int) -> tuple[Numbers, NDArray[np.int64]]:
-        """The numbers of all runs of `length` words within a text, and each text's range in them."""
+        """The hash numbers of all runs of `length` words within a text, and the range of each text in this array."""
         counts = np.maximum(np.diff(self.bounds) - length + 1, 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         found = [runs for _, runs, _ in self.runs_of([length])]
         return found[0] if found else np.empty(0, np.uint64), bounds
 
     def runs_of(self, lengths: Iterable[int]) -> Iterator[tuple[int, Numbers, NDArray[np.int64]]]:
-        """(length, numbers, place of the first word) of all runs within a text, for each of several lengths."""
+        """(length, hashes, positions of the first word) of all runs of words within each text, for several lengths."""
         wanted = set(lengths)
         text = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))  # [W]
         grown = self.numbers.copy()
@@ -70,7 +70,7 @@ def count_words(text: str) -> int:
 
 
 def run_numbers(numbers: Numbers, length: int) -> Numbers:
-    """A number for each run of `length` neighbouring words."""
+    """A hash number for each run of `length` consecutive words."""
     found = numbers[: len(numbers) - length + 1].copy()
     for shift in range(1, length):
         found *= np.uint64(WORD)
@@ -87,7 +87,8 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """A long text in pieces that end before a space or at a line's end; only a word of half a piece may be split."""
+    """A long text in pieces that end before a space or line break; only a word longer than half a piece may be
+    split."""
     begin = 0
     while len(text) - begin > size:
         middle, most = begin + size // 2, begin + size
@@ -109,7 +110,7 @@ def _joined(parts: Sequence[Words]) -> Words:
 
 
 def _words_of_one(text: str) -> Words:
-    """A long text, block by block, each ending between words."""
+    """The words of a long text, processed in blocks that end between words."""
     parts, begin = [], 0
     for piece in pieces(text, BLOCK):
         part = _words_of_block([piece])
@@ -156,7 +157,8 @@ def _powers(size: int) -> tuple[Numbers, Numbers]:
 
 
 def _letters(codes: NDArray[np.uint32]) -> tuple[NDArray[np.uint32], NDArray[np.bool_] | None]:
-    """Characters in lower case, 0 for those outside words; and which of them are words by themselves."""
+    """Characters in lower case, with 0 for characters that belong to no word; and which characters count as words by
+    themselves."""
     highest = int(codes.max(initial=0))
     if highest < 128:
         return np.take(_ascii(), codes), None
@@ -191,5 +193,5 @@ def _letter(character: str) -> int:
 
 
 def lower(text: str) -> str:
-    """A text in lower case, with σ for a final ς, because capitals do not distinguish them."""
+    """A text in lower case; a final ς becomes σ, because both have the same capital letter."""
     return text.lower().replace("ς", "σ")

@@ -1,4 +1,4 @@
-"""The worker process that every executor starts, here or on another machine."""
+"""The worker process that every executor starts, on this machine or another one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fathom.report.results import restored
 
 @lru_cache(maxsize=1)
 def open_plan(directory: Path, stage: str, written: int) -> tuple[StageOf[Any], list[Task]]:
-    """A stage and its tasks, from the plan file that another process wrote at that time."""
+    """A stage and its tasks, read from the plan file that another process wrote at the time `written`."""
     content = read_json(stage_folder(directory, stage) / PLAN)
     kind = STAGES[stage]
     recipe = restored(kind.recipe_class, content["recipe"])
@@ -37,7 +37,7 @@ def carry_out(directory: Path, stage: str, number: int) -> None:
 
 
 def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
-    """A task of a stage's plan, as a scheduler calls it."""
+    """Run one task of a stage's plan; this is the function that a scheduler calls."""
     carry_out(Path(directory), stage, number)
 
 
