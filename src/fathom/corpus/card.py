@@ -177,8 +177,8 @@ def _pairs(workspace: Workspace) -> Iterator[str]:
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
-    """For each collection, the number of documents that contain a benchmark item, by the action taken (drop, cut,
-    report)."""
+    """For each collection, the number of documents that contain a benchmark item, by what was done about the
+    document."""
     found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
     # One task for each file of documents, in their order; none without a benchmark.
     for (arguments, _), task in zip(clean_parts(workspace), workspace.manifest("contamination").tasks, strict=False):

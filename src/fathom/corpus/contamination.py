@@ -221,7 +221,8 @@ def read_index_items(path: Path) -> list[Item]:
 
 
 class Flags(Stage):
-    """One file for each benchmark: whether each item that can be asked is contaminated, and by which documents."""
+    """Writes one file for each benchmark, which says of each item that can be asked whether it is contaminated, and by
+    which documents."""
 
     name = "flags"
     version = 2

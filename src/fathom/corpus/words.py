@@ -87,7 +87,7 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
-    """A long text in pieces that end before a space or line break; only a word longer than half a piece may be
+    """A long text in pieces that end before a space or line break; only a word of at least half a piece may be
     split."""
     begin = 0
     while len(text) - begin > size:

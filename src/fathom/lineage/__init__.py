@@ -42,7 +42,7 @@ _MODULES |= {"shares", "tree"}
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        """A public name, from its module, or a module of this folder (PEP 562)."""
+        """Import a public name from its module, or a module of this package, on first access (PEP 562)."""
         if name in _MODULES:
             return importlib.import_module(f"{__name__}.{name}")
         if name not in _HOMES:

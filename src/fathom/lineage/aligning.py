@@ -17,7 +17,8 @@ CLOSE = 0.95
 
 @dataclass(frozen=True)
 class Aligned:
-    """How channels of A correspond to those of B, by each reliable method, and the matchings themselves."""
+    """How the residual channels of model A correspond to those of model B, by each reliable method, with the matchings
+    behind T1 and T2."""
 
     rows: tuple[Array, Array]  # embedding rows of the same strings
     pairing: str  # how rows were paired: strings | row numbers | nothing
@@ -48,7 +49,8 @@ def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
 
 
 def align(a: Weights, b: Weights, rotation: bool, progress: Told) -> Aligned:
-    """The reliable alignments; `skipped` holds the reasons for the others.
+    """Compute all reliable alignments of two models; `skipped` holds the reasons why other alignments were not
+    computed.
 
     Args:
         a: The wider model.
@@ -106,7 +108,8 @@ def align(a: Weights, b: Weights, rotation: bool, progress: Told) -> Aligned:
 def _head_matching(
     a: Weights, b: Weights, rows_a: Array, rows_b: Array, progress: Told
 ) -> tuple[awm.Matching | None, list[str]]:
-    """The second witness: channels matched by the output heads, if both models have one of their own."""
+    """The second matching for T2: channels matched by the output heads, if neither model's head is tied to its
+    embedding."""
     what = "T2 embedding and output head"
     if any(w.geometry.tied for w in (a, b)):
         stored = a.has("head") or b.has("head")

@@ -1,4 +1,5 @@
-"""Which layer of one model comes from which of the other: pruned, repeated, reordered, looped and merged stacks.
+"""Finds the layer of model A from which each layer of model B comes: for pruned, repeated, reordered, looped and merged
+stacks.
 
 T4 compares every layer of B with every layer of A: it counts neurons that are paired alike by their inputs and by their
 outputs. A layer has a source if the best count is significant after Bonferroni over all pairs of layers and frames. A
@@ -17,7 +18,7 @@ from fathom.lineage.weights import Told, Weights
 
 @dataclass(frozen=True)
 class Source:
-    """The origin of one layer of B."""
+    """The layer of A from which one layer of B comes, if any, with the evidence."""
 
     layer: int
     source: int | None  # the layer of A; None if no layer is significant

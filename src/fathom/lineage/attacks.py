@@ -1,4 +1,4 @@
-"""Function-preserving edits, which the canonical form undoes, written as a new checkpoint.
+"""Function-preserving edits of weights, which the canonical form undoes; the result is written as a new checkpoint.
 
 For tests and demonstrations: each edit changes the weights and keeps the logits. A model is rewritten one layer at a
 time.
@@ -30,13 +30,13 @@ ENDS = ("embed", "positions", "final_norm", "head")
 
 @dataclass
 class Attack:
-    """One edit: new arrays for the ends of the stack and for each layer."""
+    """One edit of a model: returns new arrays for the embedding, final norm and head, and for each layer."""
 
     geometry: Geometry
     seed: int
 
     def draw(self, *place: int) -> np.random.Generator:
-        """A generator that depends only on the seed and the place."""
+        """A random generator that depends only on the seed and on the numbers in `place`."""
         return np.random.default_rng([self.seed, *place])
 
     def ends(self, ends: Layer) -> Layer:
@@ -63,14 +63,14 @@ class Permute(Attack):
             self.sign = np.ones(self.geometry.width)
 
     def ends(self, ends: Layer) -> Layer:
-        """E ← E P D, head alike, final gain permuted."""
+        """Permute channels and flip signs: E ← E P D, likewise the output head; the final norm's gain is permuted."""
         return {
             role: value[self.order] if value.ndim == 1 else value[:, self.order] * self.sign
             for role, value in ends.items()
         }
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """Readers W P D, writers (P D)ᵀ W."""
+        """Matrices that read the residual stream become W P D, those that write to it (P D)ᵀ W."""
         out = dict(layer)
         for role in (r for r in READERS if r in out):
             out[role] = out[role][:, self.order] * self.sign
@@ -97,13 +97,13 @@ class Rotate(Attack):
         _require_rms(self.geometry, "rotate")
 
     def ends(self, ends: Layer) -> Layer:
-        """E ← E Q; head ← head diag(γ) Q; γ ← 1."""
+        """Rotate the ends: embedding E ← E Q; output head ← head diag(γ) Q; final gain γ ← 1."""
         head = ends["head"] * ends["final_norm"]
         out = {**ends, "embed": ends["embed"] @ self.rotation, "head": head @ self.rotation}
         return {**out, "final_norm": np.ones_like(ends["final_norm"])}
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """Readers W diag(γ) Q, writers Qᵀ W, γ ← 1."""
+        """Rotate a layer: reading matrices become W diag(γ) Q, writing matrices Qᵀ W, and the norm gains γ ← 1."""
         out = {**layer, **canonical.fold(layer, self.geometry)}
         for role in (r for r in READERS if r in out):
             out[role] = out[role] @ self.rotation
@@ -118,19 +118,19 @@ class Rotate(Attack):
 
 @dataclass
 class Gain(Attack):
-    """New norm gains, undone in the following readers."""
+    """Draws new norm gains, and divides the matrices that read after each norm by the same factors."""
 
     def check(self) -> None:
-        """Refuse norms after the sub-layers, which no reader follows, and LayerNorm with its shift."""
+        """Refuse models with LayerNorm, or with norms after the sub-layers, whose output no matrix reads directly."""
         _require_rms(self.geometry, "gain")
 
     def ends(self, ends: Layer) -> Layer:
-        """γ ← γ s, head ← head / s."""
+        """Multiply the final gain γ by random factors s, and divide the output head by s."""
         scale = _lognormal(self.draw(2), len(ends["final_norm"]), 0.7)
         return {**ends, "final_norm": ends["final_norm"] * scale, "head": ends["head"] / scale}
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """γ ← γ s, readers W / s."""
+        """Multiply each norm's gain γ by random factors s, and divide the matrices that read after the norm by s."""
         out = dict(layer)
         for place, (norm, roles) in enumerate(canonical.READERS.items()):
             scale = _lognormal(self.draw(2, index, place), self.geometry.width, 0.7)
@@ -142,7 +142,7 @@ class Gain(Attack):
 
 @dataclass
 class Plane(Attack):
-    """Scale every rotary plane of the queries by the inverse of the keys' scale, and flip plane signs.
+    """Scale the queries in every rotary plane by a factor and the keys by its inverse, and flip the signs of planes.
 
     With q/k-norm the gains are scaled, and those of coordinates that are not rotated one by one.
     """
@@ -155,7 +155,7 @@ class Plane(Attack):
             raise ModelError("attack plane: the model has no rotary heads")
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """Scale q by 1/a and k by a in every rotary plane, or the weights of their norms by a and 1/a."""
+        """Scale q by 1/a and k by a in every rotary plane; with q/k-norm, scale the norms' weights instead."""
         g, out, draw = self.geometry, _copied(layer), self.draw(3, index)
         plane = canonical.planes(g.rotary_dim, g.rotary)
         if "q_norm" in out:
@@ -173,10 +173,12 @@ class Plane(Attack):
 
 @dataclass
 class Head(Attack):
-    """Per KV head: q/c, k c (q/k-norm: each by its own scale); V/O turned by a random matrix; heads permuted."""
+    """For each KV head: queries are divided and keys multiplied by a factor (with q/k-norm each gets a scale of its
+    own), values are mixed by a random matrix that W_o undoes, and heads are permuted."""
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """Scales first, then the V/O gauge, then the order of KV groups and of query heads inside them."""
+        """Apply the scales of queries and keys, then the change of basis between V and O, then the permutation of KV
+        groups and of query heads within them."""
         g, out, draw = self.geometry, _copied(layer), self.draw(4, index)
         scale = _lognormal(draw, g.kv_heads, 1.0)
         of_queries, of_keys = np.ones(g.heads), np.ones(g.kv_heads)
@@ -241,7 +243,8 @@ class Scale(Attack):
     factor: float = 7.3
 
     def check(self) -> None:
-        """Refuse models with norms after the sub-layers, which would undo the writers' scale."""
+        """Refuse models with norms after the sub-layers, which would undo the scaling of the matrices that write to the
+        residual stream."""
         if self.geometry.post_norm:
             raise ModelError("attack scale: norms follow the sub-layers")
 
@@ -336,7 +339,7 @@ def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dty
 def _edited(
     weights: Weights, edits: Sequence[Attack], untied: bool, number: np.dtype[np.floating]
 ) -> Iterator[dict[str, Array]]:
-    """The edited tensors: of the ends, of each layer, and those of no known role."""
+    """Yields the edited tensors: embedding, final norm and head, then each layer's, then tensors with no known role."""
     ends = {n: weights.tensor(n).astype(np.float64) for r in ENDS for n in (r, f"{r}_bias") if weights.has(n)}
     if untied:
         ends["head"] = ends["embed"].copy()
@@ -370,7 +373,7 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
 
 
 def _mechanism(config: Mapping[str, object]) -> str | None:
-    """What a depth model has beyond a plain decoder; None for any other model."""
+    """The first setting by which a Fathom model differs from a plain decoder; None if there is none."""
     if config.get("model_type") != "fathom":
         return next((key for key in RELEASED if config.get(key)), None)
     changed = ((axis, config.get(axis, plain), plain) for axis, plain in AXES.items())
@@ -378,7 +381,7 @@ def _mechanism(config: Mapping[str, object]) -> str | None:
 
 
 def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[np.floating]) -> dict[str, Array]:
-    """Role arrays, stored back into the tensors they came from."""
+    """The arrays of roles, written back into the stored tensors that they were read from."""
     out: dict[str, Array] = {}
     for role, value in arrays.items():
         view: TensorView = weights.views[role, index]

@@ -31,7 +31,7 @@ TIE = 1e-5  # two rows with similarities that differ by less than this share of 
 
 
 def triangle(features: Array) -> Array:
-    """The lower triangle of X Xᵀ for X [n, p]: half the work of a GEMM. The upper one is zero."""
+    """The lower triangle of X Xᵀ for X [n, p], which costs half as much as the full product. The upper one is zero."""
     syrk = blas.dsyrk if features.dtype == np.float64 else blas.ssyrk
     # BLAS sees Xᵀ (no copy) and fills one triangle of (Xᵀ)ᵀXᵀ
     out: Array = syrk(1.0, np.ascontiguousarray(features).T, trans=1).T
@@ -39,7 +39,7 @@ def triangle(features: Array) -> Array:
 
 
 def mirrored(half: Array) -> Array:
-    """A symmetric matrix from its lower triangle."""
+    """The full symmetric matrix whose lower triangle is given."""
     full = half + half.T
     np.fill_diagonal(full, np.diagonal(half))
     return full
@@ -70,14 +70,15 @@ def cka(x: Array, y: Array, guard: float = 0.0) -> float:
 
 @dataclass(frozen=True)
 class Alignment:
-    """How A's channels map to B's: `columns` and `signs`, or a rotation [d_A, d_B]. B's channels keep their order."""
+    """How the channels of model A map to those of model B: either `columns` and `signs`, or a rotation [d_A, d_B]. B's
+    channels keep their order."""
 
     columns: Array | None = None
     signs: Array | None = None
     rotation: Array | None = None
 
     def apply(self, matrix: Array, channels: Array) -> Array:
-        """Aligned columns of W_A [p, d_A] for some of B's channels, as features [n, p]."""
+        """The columns of W_A [p, d_A] aligned with some of B's channels, transposed to features [n, p]."""
         if self.rotation is not None:
             return np.ascontiguousarray((matrix @ self.rotation[:, channels].astype(matrix.dtype)).T)
         assert self.columns is not None and self.signs is not None
@@ -91,7 +92,7 @@ def identity(width: int) -> Alignment:
 
 @dataclass
 class Cross:
-    """Sums over the shared vocabulary, collected in one pass over both embeddings."""
+    """Sums of row products over the shared vocabulary, collected in one pass over both models' embeddings."""
 
     product: Array  # E_Aᵀ E_B, [d_A, d_B]
     sum_a: Array
@@ -130,7 +131,8 @@ def cross_products(
     table: Callable[[Weights, Array], Array] = canonical.embedding,
     published: bool = False,
 ) -> Cross:
-    """Sum over paired embedding rows at unit length, so that all have equal weight; zeros and copies are excluded.
+    """Sums over pairs of embedding rows, each scaled to unit length so that all have equal weight; zero and duplicate
+    rows are excluded.
 
     Args:
         weights_a: One model.
@@ -159,7 +161,7 @@ def cross_products(
 
 
 def unit_rows(rows: Array) -> Array:
-    """Rows of length one; zero stays zero, and large numbers do not overflow."""
+    """Rows scaled to unit length; zero rows stay zero, and large numbers do not overflow."""
     largest = np.maximum(rows.max(1, keepdims=True, initial=0), -rows.min(1, keepdims=True, initial=0))
     out: Array = rows / np.maximum(largest, canonical.TINY)
     out /= np.maximum(np.sqrt(np.einsum("ij,ij->i", out, out)), canonical.TINY)[:, None]
@@ -167,7 +169,7 @@ def unit_rows(rows: Array) -> Array:
 
 
 def _telling(rows: Array, seen: set[bytes]) -> Array:
-    """Which rows are neither almost zero nor copies of earlier ones; adds them to `seen`."""
+    """Which rows are neither almost zero nor copies of earlier rows; their hashes are added to `seen`."""
     sizes = np.abs(rows).max(1)
     out = np.zeros(len(rows), bool)
     for at in np.flatnonzero(sizes > max(1e-6 * float(np.median(sizes)), canonical.TINY)):
@@ -178,7 +180,7 @@ def _telling(rows: Array, seen: set[bytes]) -> Array:
 
 
 def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Array]) -> Array:
-    """Table rows in any order, read in ascending order."""
+    """Rows of a table in the requested order; the file is read in ascending order of rows."""
     order = np.argsort(rows, kind="stable")
     read = table(weights, rows[order])
     out = np.empty_like(read)
@@ -196,7 +198,7 @@ class Matching:
 
     @property
     def fixed(self) -> int:
-        """Counted, clear items whose partner has the same index.
+        """The number of channels matched to the channel with the same index, not counting ties and unclear matches.
 
         A model can be permuted until an assignment maps an unrelated model's channels to the same indices. Such pairs
         are not clear.
@@ -205,7 +207,7 @@ class Matching:
 
     @property
     def judged(self) -> int:
-        """Number of items with a clear partner, wherever it is."""
+        """The number of items with a clear partner, whichever index the partner has."""
         return int(np.sum(self.counted & self.clear))
 
     @property
@@ -214,7 +216,7 @@ class Matching:
         return int(self.counted.sum())
 
     def agreement(self, other: Matching) -> int:
-        """Items that count in both matchings and have the same partner."""
+        """The number of items that count as evidence in both matchings and have the same partner in both."""
         return int(np.sum(self.counted & other.counted & (self.columns == other.columns)))
 
 
@@ -235,7 +237,7 @@ def match(similarity: Array, seed: int = 0) -> Matching:
 
 
 def _clear(similarity: Array, columns: Array) -> Array:
-    """Whether each assigned pair is far more similar than the next best of its row and of its column."""
+    """Whether the similarity of each assigned pair is far higher than any other in its row and its column."""
     sizes = np.abs(similarity)
     place = np.arange(len(columns))
     own = sizes[columns, place]
@@ -244,7 +246,7 @@ def _clear(similarity: Array, columns: Array) -> Array:
 
 
 def tied(similarity: Array) -> Array:
-    """Rows that an assignment cannot distinguish: almost zero, or equal to another row up to sign."""
+    """Which rows an assignment cannot distinguish: almost zero, or equal to another row up to sign."""
     sizes = np.abs(similarity)
     highest = sizes.max(1)
     slack = TIE * float(highest.max())
@@ -283,7 +285,8 @@ def draw_channels(width: int, count: int, seed: int) -> Array:
 
 @dataclass(frozen=True)
 class MatchMethod:
-    """A scoring method: an alignment, on canonical weights or on raw ones as published."""
+    """A scoring method: an alignment, applied either to canonical weights or, as in the published AWM, to raw
+    weights."""
 
     name: str
     how: Alignment
@@ -292,13 +295,14 @@ class MatchMethod:
 
     @property
     def guard(self) -> float:
-        """The published code returns 0 for a kernel with a smaller norm."""
+        """The smallest norm of a kernel for which CKA is computed: below it the published code returns 0."""
         return 1e-8 if self.published else 0.0
 
 
 @dataclass
 class Scores:
-    """Per-layer Q and K scores of one method, and the layer × layer map from which layers were matched."""
+    """The Q and K scores of each matched layer by one method, and the layer × layer similarities by which layers were
+    matched."""
 
     map: Array  # [layers of A, layers of B], mean of Q and K
     pairs: list[tuple[int, int]]
@@ -307,16 +311,17 @@ class Scores:
 
     @property
     def per_layer(self) -> list[float]:
-        """Mean of Q and K for each matched pair."""
+        """For each matched pair of layers, the mean of the Q score and the K score."""
         return [(q + k) / 2 for q, k in zip(self.q, self.k, strict=True)]
 
     @property
     def score(self) -> float:
-        """Mean similarity over the shallower model's layers. Unmatched ones count 0, so one good pair is not enough."""
+        """The sum of the matched layers' similarities, divided by the number of layers of the shallower model.
+        Unmatched ones count 0, so one good pair is not enough."""
         return self.covering(min(self.map.shape)) if self.q else 0.0
 
     def covering(self, layers: int) -> float:
-        """Mean similarity over `layers` layers; unmatched ones count 0."""
+        """The sum of the matched layers' similarities divided by `layers`, so unmatched layers count as 0."""
         return float(np.sum(self.per_layer)) / layers
 
 
@@ -324,7 +329,8 @@ Matrices = tuple[Array, Array]
 
 
 def read_qk(weights: Weights, index: int, living: bool = False) -> dict[bool, Matrices]:
-    """W_Q and W_K of one layer, read once: {published: raw, not published: canonical, with `living` no idle heads}."""
+    """W_Q and W_K of one layer, read once: raw under the key True (published), canonical under False; `living` removes
+    heads without effect from the canonical ones."""
     layer = weights.layer(index, canonical.QK_ROLES)
     folded = canonical.fold(layer, weights.geometry)
     form = canonical.balance_qk(folded | {role: bounded(folded[role]) for role in "qk"}, weights.geometry)
@@ -337,14 +343,15 @@ def read_qk(weights: Weights, index: int, living: bool = False) -> dict[bool, Ma
 
 
 def bounded(matrix: Array) -> Array:
-    """The matrix, divided by its largest number if Gram matrices could overflow."""
+    """The matrix, divided by its largest absolute value if its Gram matrix could overflow."""
     largest = max(float(matrix.max(initial=0)), -float(matrix.min(initial=0)))
     return matrix / np.float32(largest) if largest > LARGEST else matrix
 
 
 @dataclass
 class Kernel:
-    """A Gram matrix prepared for HSIC_u: its lower triangle without the diagonal, its row sums, its own HSIC_u."""
+    """A Gram matrix prepared for HSIC_u: its lower triangle without the diagonal, its row sums, and its HSIC_u with
+    itself."""
 
     half: Array
     sums: Array
@@ -352,7 +359,8 @@ class Kernel:
 
     @classmethod
     def of(cls, half: Array) -> Kernel:
-        """From the lower triangle, which is modified: its diagonal is removed."""
+        """Make a kernel from the lower triangle of a Gram matrix; the array is modified, since its diagonal is set to
+        0."""
         np.fill_diagonal(half, 0)
         kernel = cls(half, half.sum(0, dtype=np.float64) + half.sum(1, dtype=np.float64))
         kernel.size = kernel.with_(kernel)
@@ -373,7 +381,8 @@ class Kernel:
 
 @dataclass
 class Kernels:
-    """Gram matrices of Q and K over channels: of all selected channels, and flat, centred, normalised ones of a few."""
+    """Gram matrices of Q and K over channels: over all selected channels for scores, and over a few, centred,
+    normalised and flattened, for matching layers."""
 
     fine: tuple[Kernel, Kernel]
     coarse: Array  # [2, few²]
@@ -382,7 +391,7 @@ class Kernels:
 def layer_kernels(
     weights: Weights, index: int, methods: list[MatchMethod], side: int, width: int, seed: int, living: bool = False
 ) -> list[Kernels]:
-    """The kernels of one layer for every method. Side 1 is not aligned: its channels keep their order."""
+    """The Gram matrices of one layer for every method. Side 1 is not aligned: its channels keep their order."""
     matrices = read_qk(weights, index, living)
     if side == 0:
         return [_kernels(matrices[m.published], m.how, m, width, seed) for m in methods]
@@ -472,7 +481,7 @@ def matched(table: Array, published: bool) -> list[tuple[int, int]]:
 
 
 def monotone(similarity: Array) -> list[tuple[int, int]]:
-    """Order-preserving layer matching with the largest total similarity; layers may stay unmatched."""
+    """The order-preserving matching of layers with the largest total similarity; some layers may stay unmatched."""
     rows, columns = similarity.shape
     best = np.zeros((rows + 1, columns + 1))
     for i in range(1, rows + 1):

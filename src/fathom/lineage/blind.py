@@ -1,4 +1,5 @@
-"""The blind frame: the rotation between two residual streams from their layers alone, without embedding or tokenizer.
+"""The blind frame: finds the rotation between two models' residual streams from their layers alone, without embedding
+or tokenizer.
 
 A layer computes two maps of the stream, [d, d]. An edit that keeps the function can only rotate them:
 
@@ -47,7 +48,8 @@ Maps = list[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Basis:
-    """Eigenvectors of one model's layers, [d, K], and the maps of those layers in them, [n, K, K]."""
+    """A basis [d, K] of eigenvectors computed from one model's layers, and the layers' maps expressed in this basis,
+    [n, K, K]."""
 
     vectors: Array
     maps: Array
@@ -55,13 +57,15 @@ class Basis:
 
 
 def usable(weights: Weights, kind: int = ATTENTION) -> list[int]:
-    """Layers whose map of a kind is known. Attention's are used where feed-forward weights are known too."""
+    """The layers whose map of the given kind (attention or feed-forward) can be computed. Attention's are used where
+    feed-forward weights are known too."""
     fed = [i for i in range(weights.geometry.layers) if weights.has("down", i)]
     return fed if kind == FEED_FORWARD else [i for i in fed if values.has_values(weights, i)]
 
 
 def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
-    """Maps for the fit and pairs of layers for the test, drawn by the nonce; no layer is in both."""
+    """Divide the layers at random, by the nonce, into maps that fit the rotation and pairs of layers that test it; no
+    layer is in both."""
     draw = np.random.default_rng(nonce)
     fed = [(i, j) for kind, i, j in maps if kind == FEED_FORWARD]
     some = min(HELD, max(1, len(fed) // 3))
@@ -72,7 +76,8 @@ def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:
 
 
 def fits(maps: Maps, fit: Maps, nonce: int) -> list[Maps]:
-    """What to fit in turn: maps of both kinds, those of attention in all layers, and those of feed-forward.
+    """The sets of maps to which the rotation is fitted in turn: both kinds, then attention in all layers, then
+    feed-forward.
 
     Attention's are linear, so neurons that never fire do not change them. Where every text begins with one token, heads
     that see nothing else can; then the third is left.
@@ -84,7 +89,7 @@ def fits(maps: Maps, fit: Maps, nonce: int) -> list[Maps]:
 
 
 def windows(maps: Maps, held: Pairs, a: Weights, b: Weights) -> list[Pairs]:
-    """Pairs of layers for the test, in groups of which at most one is right.
+    """The pairs of layers for the test, in groups in which at most one pair can be correct.
 
     Where the depths differ, feed-forward maps may mislead. Then a layer of the shallower model may correspond to any of
     the other's layers between the partners of its attention and of the next one's.
@@ -105,7 +110,8 @@ def windows(maps: Maps, held: Pairs, a: Weights, b: Weights) -> list[Pairs]:
 
 
 def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
-    """Which maps to compare: by number at equal depth, else in order by what no rotation changes.
+    """Which layers' maps to compare: layers with the same number at equal depth, else an order-preserving matching by
+    rotation-invariant numbers.
 
     Attention and feed-forward are paired apart, because a layer can be cut between them.
     """
@@ -128,7 +134,8 @@ def map_pairs(a: Weights, b: Weights, progress: Told = lambda _: None) -> Maps:
 
 
 def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) -> dict[int, Array]:
-    """By layer: (tr Cᵏ)^(1/k), which no rotation changes. Layers that write nothing are left out."""
+    """For each layer, the numbers (tr Cᵏ)^(1/k) of its map C, which no rotation changes. Layers that write nothing are
+    left out."""
     some = awm.chosen_layers(len(layers), FIT // 2)
     span = _written([layer_map(weights, FEED_FORWARD, layers[at]) for at in some])
     faint = None if span is None else _faint(weights, span)
@@ -147,7 +154,7 @@ def _living(weights: Weights, kind: int, layers: Sequence[int], progress: Told) 
 
 
 def _written(found: Sequence[Array]) -> Array | None:
-    """The directions that some maps write, [d, K]; None if these are all."""
+    """The directions of the residual stream to which some maps write, [d, K]; None if they write to all directions."""
     energy, vectors = np.linalg.eigh(sum(c.astype(np.float64) @ c.T for c in map(_unit, found)))
     kept = energy > EMPTY * float(energy.mean()) if energy.max() > 0 else energy == 0
     return None if kept.all() else vectors[:, kept].astype(np.float32)
@@ -158,7 +165,8 @@ def _unit(found: Array) -> Array:
 
 
 def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None, faint: Array | None = None) -> Array:
-    """VO or FF of one layer, [d, d], or [K, K] in the directions of a span [d, K] outside of which `faint` is read."""
+    """The attention map (VO) or feed-forward map (FF) of one layer: [d, d], or [K, K] within a subspace `span` [d,
+    K]."""
     if kind == FEED_FORWARD:
         return _feed_forward(weights, index, span, faint)
     g = weights.geometry
@@ -171,7 +179,7 @@ def layer_map(weights: Weights, kind: int, index: int, span: Array | None = None
 
 
 def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array | None) -> Array:
-    """The mean Jacobian, summed over some experts."""
+    """The mean Jacobian of a feed-forward layer, summed over some of its experts."""
     g = weights.geometry
     roles = ("gate", "up", "down") if g.gated else ("up", "down")
     bias = f"{roles[0]}_bias"
@@ -191,7 +199,8 @@ def _feed_forward(weights: Weights, index: int, span: Array | None, faint: Array
 
 
 def _mean_reader(gate: Array, up: Array, offset: Array | int = 0) -> Array:
-    """a_j u_j + b_j (u_jᵀ g_j) g_j, [m, d], where something is added to the gates."""
+    """The rows a_j u_j + b_j (u_jᵀ g_j) g_j, [m, d], of gated neurons' mean Jacobian; `offset` is added to the
+    gates."""
     size = np.sqrt(np.einsum("ij,ij->i", gate, gate)).astype(np.float64)
     x = np.clip(size, 0, 1e3)[:, None] * NODES + np.clip(np.reshape(offset, (-1, 1)), -1e3, 1e3)  # [m, nodes]
     s = 1 / (1 + np.exp(-np.clip(x, -500, 500)))
@@ -203,13 +212,15 @@ def _mean_reader(gate: Array, up: Array, offset: Array | int = 0) -> Array:
 
 
 def _mean_slope(up: Array, offset: Array | int) -> Array:
-    """The same without a gate: half of each row, or less of a neuron that a bias keeps from firing."""
+    """The input rows of ungated neurons' mean Jacobian: half of each up row, or less if a bias keeps the neuron from
+    firing."""
     size = np.sqrt(1 + np.einsum("ij,ij->i", up, up))
     return awm.bounded(up) * special.ndtr(offset / size)[:, None].astype(up.dtype)
 
 
 def basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
-    """The eigenvectors of some maps (kind, layer), those of the largest |eigenvalue| first, and the maps in them.
+    """The eigenvectors computed from some maps (kind, layer), those with the largest |eigenvalue| first, and the maps
+    expressed in them.
 
     The first of a model is kept: controls ask for it again, and for no other.
     """
@@ -236,7 +247,8 @@ def _basis(weights: Weights, chosen: Sequence[tuple[int, int]]) -> Basis:
 
 
 def _faint(weights: Weights, span: Array) -> Array:
-    """The directions outside of a span, times the most that any normed embedding row has along them, [d, d - K].
+    """The directions outside a subspace, each times the largest component that any normed embedding row has along it,
+    [d, d - K].
 
     Whoever reads as much there, however faint it is, need never fire. The most, because other rows of the vocabulary,
     which no text uses, could cancel a mean.
@@ -250,7 +262,7 @@ def _faint(weights: Weights, span: Array) -> Array:
 
 
 def rotation(a: Basis, b: Basis) -> Array:
-    """R [K, K] with C_A R ≈ R C_B, up to its sign."""
+    """The rotation R [K, K] with C_A R ≈ R C_B for all maps C of models A and B, up to the sign of R."""
     agreement = np.einsum("nij,nij->ij", a.maps, b.maps)
     first = np.linalg.eigh(agreement + agreement.T)[1][:, -1]
     found = np.diag(np.where(first < 0, -1.0, 1.0)).astype(np.float32)
@@ -265,7 +277,7 @@ def rotation(a: Basis, b: Basis) -> Array:
 
 
 def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
-    """R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B), until it settles. Models that drifted far need many steps."""
+    """Repeat R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B) until R converges. Models that drifted far need many steps."""
     for _ in range(steps):
         pull = sum(x @ found @ y.T + x.T @ found @ y for x, y in zip(a, b, strict=True))
         u, _, vt = np.linalg.svd(pull)
@@ -277,7 +289,7 @@ def _improved(found: Array, a: Array, b: Array, steps: int) -> Array:
 
 
 def frame(a: Weights, b: Weights, fit: Maps) -> tuple[Frame, Frame]:
-    """The shared frame from the maps of the fit, up to a sign of one side."""
+    """The coordinates that both models share, from the maps of the fit, up to the sign of one model's side."""
     sides = [basis(w, [(one[0], one[1 + side]) for one in fit]) for side, w in enumerate((a, b))]
     most = min(len(side.vectors.T) for side in sides)
     sides = [replace(side, vectors=side.vectors[:, :most], maps=side.maps[:, :most, :most]) for side in sides]

@@ -29,7 +29,8 @@ TINY = 1e-35  # in float32 too: a divisor that replaces zero must not itself rou
 
 
 def fold(layer: Layer, geometry: Geometry) -> Layer:
-    """W_in ← W_in diag(γ); with LayerNorm also b ← b + W_in β, and readers and writers lose their mean."""
+    """Fold norms into weights: W_in ← W_in diag(γ); with LayerNorm also b ← b + W_in β, and reading and writing
+    matrices are centred over channels."""
     out = dict(layer)
     for norm, roles in READERS.items():
         for role in (role for role in roles if role in out):
@@ -59,7 +60,8 @@ def _fold_reader(out: Layer, role: str, gain: Array, shift: Array | None) -> Non
 
 @dataclass(frozen=True)
 class Block:
-    """Query and key rows that meet in one dot product: `query` is [heads sharing the keys, m], `key` is [m]."""
+    """Row indices of queries and keys that meet in one dot product: `query` is [heads sharing the keys, m], `key` is
+    [m]."""
 
     query: Array
     key: Array
@@ -67,7 +69,7 @@ class Block:
 
 
 def blocks(geometry: Geometry) -> Iterator[Block]:
-    """The dot products of attention, cut where the gauge group changes."""
+    """The dot products of attention, divided into blocks with the same freedom to rescale or rotate q against k."""
     g = geometry
     if g.latent is not None:
         plain, rotary, _, _ = g.latent
@@ -94,7 +96,7 @@ def product_qk(q: Array, k: Array, geometry: Geometry) -> Array:
 
 
 def by_kv_head(o: Array, geometry: Geometry) -> Array:
-    """Responses of output columns [n, heads·D], added up over the query heads that share a value head."""
+    """The responses of W_o's columns [n, heads·D], summed over the query heads that share a value head."""
     kv_heads = geometry.heads if geometry.latent else geometry.kv_heads
     out: Array = o.reshape(len(o), kv_heads, geometry.heads // kv_heads, -1).sum(2)
     return out.reshape(len(o), -1)
@@ -122,7 +124,7 @@ def balance_qk(layer: Layer, geometry: Geometry) -> Layer:
 
 
 def _balance_planes(out: Layer, block: Block, rotary: str) -> None:
-    """Per plane a = √(rms over heads ‖q‖ / ‖k‖); q ← q/a, k ← k a."""
+    """Balance q and k in each rotary plane: q ← q/a and k ← k a with a = √(rms over heads ‖q‖ / ‖k‖)."""
     m = len(block.key)
     plane = planes(m, rotary)
     q = np.stack([_row_squares(out["q"], rows) for rows in block.query])[:, plane].sum(-1).mean(0)  # [planes]
@@ -144,7 +146,8 @@ def _row_squares(matrix: Array, rows: Array) -> Array:
 
 
 def _balance_general(out: Layer, block: Block) -> None:
-    """GL(m): bring Σ_h q_h q_hᵀ/g and k kᵀ to the same matrix; what freedom is left is orthogonal."""
+    """Balance the unrotated part of q and k, which is free up to GL(m): make Σ_h q_h q_hᵀ/g and k kᵀ equal, so only a
+    rotation stays free."""
     q, k = out["q"][block.query].astype(np.float64), out["k"][block.key].astype(np.float64)
     a = balancing(np.einsum("hid,hjd->ij", q, q) / len(q), k @ k.T)
     a_inverse = np.linalg.inv(a)
@@ -171,7 +174,8 @@ def _root(matrix: Array) -> tuple[Array, Array]:
 
 
 def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
-    """With q/k-norm: heads lose their scale, gains are balanced between q and k and join the rows.
+    """Balance a layer with q/k-norm: heads lose their scale, and the norm gains are balanced between q and k and folded
+    into the rows.
 
     Balanced per rotary plane; a coordinate that is not rotated by itself.
     """
@@ -198,7 +202,7 @@ def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
 
 
 def _one_scale_a_head(layer: Layer, geometry: Geometry) -> Layer:
-    """Heads that are normed after the rotation lose their scale."""
+    """Remove the scale of each head of q and k if they are normed after the rotation."""
     out = dict(layer)
     for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
         rows = out[role].reshape(heads, -1)
@@ -208,8 +212,8 @@ def _one_scale_a_head(layer: Layer, geometry: Geometry) -> Layer:
 
 
 def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:
-    """Embedding rows in canonical form, as they enter the residual stream: centred under LayerNorm, never scaled by a
-    gain."""
+    """Embedding rows in canonical form, as they enter the residual stream: centred if the model uses LayerNorm, and not
+    multiplied by a norm's gain."""
     table = weights.tensor("embed", rows=rows)
     return table - table.mean(1, keepdims=True) if weights.geometry.norm == "layer" else table
 

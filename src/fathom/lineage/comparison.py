@@ -58,7 +58,7 @@ PLAIN = 0.9  # a copy without padded weights scores more
 
 @dataclass(frozen=True)
 class Options:
-    """How much of the models to read.
+    """Options of a comparison: how much of the two models to read, and the seeds of random choices.
 
     Attributes:
         mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all.
@@ -85,19 +85,20 @@ class Options:
 
     @property
     def drawn(self) -> int:
-        """The nonce, or the seed as long as none was drawn."""
+        """The seed of random choices: the nonce, or `seed` if no nonce was drawn."""
         return self.seed if self.nonce is None else self.nonce
 
     def of_controls(self) -> Options:
-        """The options of controls, which in fast mode are measured by fewer layers and without HuRef's scores."""
+        """The options for comparing controls: in fast mode fewer layers are measured, and HuRef's scores are left
+        out."""
         return self if self.mode == "exact" else replace(self, extras=False, most=CONTROL_FFN_LAYERS)
 
     def all_of(self, a: Weights, b: Weights) -> bool:
-        """Whether nothing is skipped: in exact mode, or for small models."""
+        """Whether all layers and scores are measured, as in exact mode and for small models."""
         return self.mode == "exact" or _small(a, b)
 
     def has_extras(self, a: Weights, b: Weights) -> bool:
-        """Whether to compute HuRef's scores and portraits: if they are cheap, in exact mode, or if requested."""
+        """Whether to compute HuRef's scores and the portraits: in exact mode, for small models, or on request."""
         return self.extras if self.extras is not None else self.all_of(a, b)
 
 
@@ -161,7 +162,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
 
 
 def _unseen(weights: Weights) -> Iterator[str]:
-    """Parts of a model's feed-forward weights that no test reads, in words."""
+    """Sentences on the parts of a model's feed-forward weights that no test reads."""
     layers = [layer for role, layer in weights.views if role == "down" and layer is not None]
     if not layers:
         yield f"{weights.name}: no feed-forward weights of a known name, so T4 is missing"
@@ -199,7 +200,8 @@ def _living(
     options: Options,
     progress: Told,
 ) -> dict[str, awm.Scores]:
-    """The repaired scores without heads that have no effect, if higher, because such heads can hold anything."""
+    """The scores on canonical weights without heads that have no effect, if higher than with all heads, because such
+    heads can hold any values."""
     places = [(w, layer) for w, some in zip((a, b), layers, strict=True) for layer in some]
     if not any(alive is not None and not alive.all() for alive in (heads.living(*place) for place in places)):
         return {}
@@ -212,7 +214,7 @@ def _living(
 def _neurons(
     a: Weights, b: Weights, frames: neurons.Frames, pairs: list[tuple[int, int]], options: Options, progress: Told
 ) -> dict[str, list[NeuronCount]]:
-    """T4 on pairs of layers, in each frame; the map of layers is given, not chosen here."""
+    """Run T4 (neurons) on the given pairs of layers, in each frame."""
     usable = [p for p in pairs if a.has("down", p[0]) and b.has("down", p[1])]
     gated = a.geometry.gated and b.geometry.gated
     out: dict[str, list[NeuronCount]] = {}
@@ -229,7 +231,8 @@ def _neurons(
 
 
 def _drawn(pairs: list[tuple[int, int]], a: Weights, b: Weights, options: Options) -> list[tuple[int, int]]:
-    """The pairs of layers that T4 and T5 look at: all of small models, else one of each stretch, drawn by the nonce."""
+    """The pairs of layers that T4 and T5 compare: all pairs of small models, else one pair from each stretch of layers,
+    drawn by the nonce."""
     limit = len(pairs) if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
     limit = limit if options.most is None else min(limit, options.most)
     if limit >= len(pairs):
@@ -246,7 +249,8 @@ def _values(
     options: Options,
     progress: Told,
 ) -> dict[str, list[NeuronCount]]:
-    """T5 on the same pairs of layers as T4. If T4 calls the models related, all heads together are compared too."""
+    """Run T5 (value channels) on the same pairs of layers as T4. If T4 calls the models related, all heads together are
+    compared too."""
     a, b = models
     usable = [p for p in pairs if values.has_values(a, p[0]) and values.has_values(b, p[1])]
     out: dict[str, list[NeuronCount]] = {}
@@ -263,7 +267,7 @@ def _values(
 
 
 def _planes(a: Weights, b: Weights, options: Options, progress: Told) -> tuple[int, int] | None:
-    """T6, which needs neither tokenizer nor alignment."""
+    """Run T6 (rotary planes), which needs neither a tokenizer nor an alignment."""
     if not planes.comparable(a, b):
         return None
     progress("rotary planes")
@@ -272,7 +276,7 @@ def _planes(a: Weights, b: Weights, options: Options, progress: Told) -> tuple[i
 
 
 def _sure(counts: dict[str, list[NeuronCount]]) -> bool:
-    """Whether the neurons are decisive so far."""
+    """Whether the neuron counts (T4) so far are already significant enough to decide."""
     tests = [evidence.test_neurons(frame, found, []).p for frame, found in counts.items()]
     return min(tests, default=1.0) <= evidence.ALPHA / 10
 
@@ -286,7 +290,8 @@ def _sure_channels(aligned: Aligned) -> bool:
 
 @dataclass(frozen=True)
 class Blind:
-    """Measurements without a tokenizer: counts by frame, and the frame and layers in which something was found."""
+    """Measurements without a tokenizer: neuron counts in each frame, and the frame and pairs of layers in which related
+    neurons were found."""
 
     counts: dict[str, list[NeuronCount]]
     frames: neurons.Frames = field(default_factory=list)
@@ -296,7 +301,8 @@ class Blind:
 def _without_tokenizer(
     a: Weights, b: Weights, pairs: list[tuple[int, int]], options: Options, progress: Told
 ) -> tuple[Blind, dict[str, awm.Alignment], str]:
-    """The frames that need no tokenizer, since a tokenizer may name the wrong strings; and why none was measured."""
+    """Compare neurons in the frames that need no tokenizer, since a tokenizer may name the wrong strings; also the
+    reason if no such frame could be measured."""
     counts, frame = _by_axes(a, b, pairs, options, progress)
     if frame is not None:
         return Blind(counts, [frame], pairs), {"axes": _turn(frame)}, ""
@@ -321,7 +327,8 @@ def _blind(
     options: Options,
     progress: Told,
 ) -> tuple[Blind, dict[str, awm.Alignment], str]:
-    """The blind frame of the first fit in which something is found; each is a choice of experts, and of maps."""
+    """Compare neurons in the blind frame of each fit in turn, until one fit gives a significant result; each fit
+    chooses experts and maps."""
     seen = []
     for ranked, some in fits:
         a.ranked = b.ranked = ranked
@@ -338,7 +345,8 @@ def _blind(
 
 
 def _choices(a: Weights, b: Weights) -> list[bool]:
-    """How experts are chosen: by number, and in mixtures of which some are not read also by rank, last."""
+    """Whether experts are ranked by router rows, one entry for each try: by number first, and also by rank if not all
+    experts are read."""
     most = max((w.experts(i) for w in (a, b) for i in range(w.geometry.layers) if w.has("down", i)), default=1)
     return [False] if most <= blind.EXPERTS else [False, True]
 
@@ -354,7 +362,8 @@ def _turn(frame: tuple[neurons.Frame, neurons.Frame]) -> awm.Alignment:
 def _held_out(
     a: Weights, b: Weights, frame: tuple[neurons.Frame, neurons.Frame], groups: list[blind.Pairs], options: Options
 ) -> tuple[list[NeuronCount], list[NeuronCount]]:
-    """Neurons paired in the blind frame, in the best pair of each group of layers; for either sign of its rotation.
+    """Counts of neurons paired in the blind frame, for the best pair of layers in each group; one list for each sign of
+    the rotation.
 
     What they read in directions that no layer writes may keep them from firing, or be nothing at all: both are tried.
     """
@@ -378,7 +387,8 @@ def _held_out(
 def _by_axes(
     a: Weights, b: Weights, pairs: list[tuple[int, int]], options: Options, progress: Told
 ) -> tuple[dict[str, list[NeuronCount]], tuple[neurons.Frame, neurons.Frame] | None]:
-    """The axes of the embeddings; they need the same rows in any order, and layers in order."""
+    """Compare neurons in the principal axes of the embeddings; both models need the same embedding rows, in any order,
+    and layers in the same order."""
     alike = all(getattr(a.geometry, size) == getattr(b.geometry, size) for size in ("width", "vocab", "layers"))
     if not alike or not options.all_of(a, b):
         return {}, None
@@ -403,7 +413,7 @@ def _table(weights: Weights) -> Iterator[Array]:
 
 
 def shared_anchors(a: Weights, b: Weights, aligned: Aligned) -> tuple[Array, Array]:
-    """Rows of the anchor strings that both models have."""
+    """The embedding rows, in both models, of the anchor strings that occur in both vocabularies."""
     words_a, words_b = a.vocabulary(), b.vocabulary()
     if aligned.pairing == "strings" and words_a is not None and words_b is not None:
         both = {t: row for t, row in words_a.items() if words_b.get(t, b.geometry.vocab) < b.geometry.vocab}
@@ -413,7 +423,8 @@ def shared_anchors(a: Weights, b: Weights, aligned: Aligned) -> tuple[Array, Arr
 
 
 def _own_anchors(a: Weights, b: Weights) -> tuple[Array, Array] | None:
-    """HuRef's anchors: each model's rarest tokens, paired by rank, so that two tokenizers pair different strings."""
+    """The anchors as HuRef chooses them: each model's rarest tokens, paired by rank, so two different tokenizers pair
+    different strings."""
     words = ((one.vocabulary() or {}, one.geometry.vocab) for one in (a, b))
     first, second = (vocabulary.rarest(found, rows, OWN_ANCHORS) for found, rows in words)
     count = min(len(first), len(second))
@@ -440,7 +451,7 @@ def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> t
 
 @dataclass(frozen=True)
 class Given:
-    """Further inputs of a comparison, which the report records.
+    """The inputs of a comparison other than the models and options; the report records them.
 
     Attributes:
         null: A calibration file.
@@ -453,7 +464,7 @@ class Given:
 
 @dataclass
 class Comparison:
-    """A pair, the scores of unrelated models, the tests and the verdict."""
+    """The result of a comparison: the pair of models, the scores of unrelated models, the tests and the verdict."""
 
     pair: Pair
     controls: list[tuple[str, list[Pair]]]
@@ -570,7 +581,8 @@ def judge(
 
 
 def _relation(name: str, pairs: list[Pair]) -> str:
-    """Why a control is no control: its own tests call it related to one of the models."""
+    """Why a control cannot be used: its own tests call it related to one of the compared models; empty if they do
+    not."""
     for p in pairs:
         tests = [test for test in p.own_tests() if test.matches == p.convicts()]  # else by the witness alone
         test = min(tests, key=lambda test: test.p, default=None)
@@ -581,7 +593,7 @@ def _relation(name: str, pairs: list[Pair]) -> str:
 
 
 def _failed(pair: Pair, usable: list[tuple[str, list[Pair]]]) -> str:
-    """Why the controls show nothing, if they do not."""
+    """Why the controls show that the tests cannot be trusted for this pair; empty if they do not show it."""
     name, best = pair.best, pair.scores[pair.best].score if pair.best else 0.0
     for control, pairs in usable:
         if name and best >= signs.CLEAR and any((p.value(name) or 0.0) >= best for p in pairs):
@@ -590,19 +602,21 @@ def _failed(pair: Pair, usable: list[tuple[str, list[Pair]]]) -> str:
 
 
 def _without_formulas(pair: Pair, tests: list[Test]) -> list[Test]:
-    """The tests; those of weights that both models begin from a formula do not count."""
+    """The tests, with those void that compare weights which both models initialise from a formula."""
     both = _formulas(pair.a, pair.b)
     why = "both models begin from a deterministic start"
     return [replace(test, void=why) if test.family in both and _counts(test) else test for test in tests]
 
 
 def _formulas(a: Weights, b: Weights) -> frozenset[str]:
-    """The families of weights that both models begin from a formula."""
+    """The families of weights (such as attention) that both models initialise from a formula instead of random
+    numbers."""
     return starts.found(a) & starts.found(b)
 
 
 def _one_seed(pair: Pair, shared: Inherited | None) -> bool:
-    """Whether two runs from one seed and one order of data could be this alike, and no later stage shows.
+    """Whether two independent runs with one seed and one order of data could be this similar, with no sign of later
+    training of one from the other.
 
     A disguise is no stage of training: whoever rotates one of two such runs makes it no child of the other. Alignments
     without a tokenizer are too inexact to measure the likeness, so they never rule the two runs out.
@@ -615,13 +629,14 @@ def _one_seed(pair: Pair, shared: Inherited | None) -> bool:
 
 
 def _later_stage(pair: Pair) -> bool:
-    """Whether one model shows work on the finished other: matrices kept, rounding, or a difference of low rank."""
+    """Whether one model shows signs of being made from the finished other one: unchanged matrices, rounding, or a
+    low-rank difference."""
     kept = pair.identical is not None and pair.identical.inner > 0
     return kept or direction.direction(pair.a, pair.b).made is not None or _of_low_rank(pair)
 
 
 def _of_low_rank(pair: Pair) -> bool:
-    """Whether the matrices of a layer differ by few directions, as after LoRA."""
+    """Whether the two models' matrices of a layer differ by a low-rank matrix, as after LoRA."""
     if shape_of(pair.a) != shape_of(pair.b):
         return False
     for i, j in (pair.matched[0], pair.matched[-1]):
@@ -648,7 +663,8 @@ def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | 
 
 
 def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:
-    """Controls with less than a tenth of the pair's training, which are no fair comparison for trained models."""
+    """The names of controls with less than a tenth of the compared models' training; they are no fair comparison for
+    trained models."""
     if not measured:
         return []
     least = min(inherited.training(w) for w in (pair.a, pair.b)) / 10
@@ -671,7 +687,7 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
 
 
 def _threshold(pair: Pair, null: Null | None) -> float | None:
-    """The highest threshold of any score, which the best of several scores must exceed."""
+    """The highest threshold of any kind of score; the pair's best score must exceed it."""
     known = [null.scores.get(name, []) for name in NAMES.values() if name in pair.scores] if null else []
     return max((bar for some in known if (bar := evidence.score_threshold(some)) is not None), default=None)
 
@@ -684,7 +700,7 @@ def _shifted(pair: Pair, bar: float | None) -> list[str]:
 
 
 def _opposed(pair: Pair) -> list[str]:
-    """Whether the rotary planes agree far less often than by chance, as after training against T6."""
+    """A warning if the rotary planes agree far less often than by chance, as after training against T6."""
     if pair.planes is None or evidence.test_planes(pair.planes[1] - pair.planes[0], pair.planes[1]).p > evidence.ALPHA:
         return []
     return [signs.WORDS["opposed"]]
@@ -692,7 +708,8 @@ def _opposed(pair: Pair) -> list[str]:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Where the matching tests found something: layers of B, of those that were measured, and kinds of weights."""
+    """Where the matching tests found evidence: the layers of B with evidence, among the layers measured, and the kinds
+    of weights."""
 
     layers: set[int]
     measured: set[int]
@@ -702,7 +719,7 @@ class Evidence:
 
     @property
     def coverage(self) -> float:
-        """The share of the measured layers that have evidence."""
+        """The fraction of the measured layers in which a matching test found evidence."""
         return len(self.layers) / len(self.measured) if self.measured else 0.0
 
     @property
@@ -713,7 +730,7 @@ class Evidence:
 
 
 def _evidence(pair: Pair, tests: list[Test]) -> Evidence:
-    """Layers and kinds of weights with their own evidence, each by its own matching test."""
+    """The layers and the kinds of weights for which their own matching test found evidence."""
     families = {test.family for test in tests if _counts(test) and test.p <= evidence.ALPHA}
     tables = {"attention": pair.values, "feed-forward": pair.neurons}
     found = {family: _significant(pair, family) if family in families else [] for family in tables}
@@ -740,7 +757,7 @@ def _counts(test: Test) -> bool:
 
 
 def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:
-    """Pairs of layers whose neurons, or values, are paired beyond chance."""
+    """The pairs of layers whose neurons (or value channels) are paired significantly more often than by chance."""
     if family == "attention":
         every = [count for some in pair.values.values() for count in some]
         share = max(1 / evidence.UNIVERSAL, values.chance(pair.a), values.chance(pair.b))
@@ -755,7 +772,8 @@ def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:
 
 
 def _verbatim(pair: Pair, tests: list[Test]) -> bool:
-    """Whether some part is unchanged, which two trainings from one seed would not leave."""
+    """Whether some weights are nearly unchanged between the models, which two trainings from one seed would not
+    leave."""
     sure = {test.family for test in tests if _counts(test) and test.p <= evidence.ALPHA}
     if "embedding" in sure:  # as in T1 and T2
         return True
@@ -767,7 +785,8 @@ def _listed(layers: set[int]) -> str:
 
 
 def _inherited(pair: Pair, options: Options) -> Inherited | None:
-    """The training that both models share, by the best alignment."""
+    """How much of their training both models share, measured by the best alignment; None if no alignment is good
+    enough."""
     if pair.best is None or pair.scores[pair.best].score < ALIGNED:
         return None
     how = next(pair.aligned.ways[kind] for kind, name in NAMES.items() if name == pair.best)

@@ -1,4 +1,4 @@
-"""Which of two related models came first, if the weights show it; usually they do not.
+"""Determines which of two related models came first, if the weights show it; usually they do not.
 
 Only operations that lose or repeat information have a direction:
 
@@ -35,7 +35,7 @@ ALIKE = 0.5
 
 @dataclass(frozen=True)
 class Direction:
-    """Which model was made from which, and why; `made` is None if this is unknown."""
+    """Which of two models was made from the other, and why; `made` is None if this is unknown."""
 
     made: str | None
     source: str | None
@@ -50,7 +50,7 @@ UNKNOWN = Direction(None, None, "nothing in the weights was lost or repeated; da
 
 
 def direction(a: Weights, b: Weights) -> Direction:
-    """The direction between two models that are known to be related."""
+    """Which of two models that are known to be related was made from the other."""
     found = [
         Direction(made.name, source.name, reason)
         for made, source in ((a, b), (b, a))
@@ -62,7 +62,7 @@ def direction(a: Weights, b: Weights) -> Direction:
 
 
 def _reason(made: Weights, source: Weights) -> str | None:
-    """Why one model must be the later one, if there is a reason."""
+    """Why `made` must be the later one of two related models; None if there is no reason."""
     if (reason := _upcycled(made, source)) is not None:
         return reason
     if shape_of(made) == shape_of(source):
@@ -76,7 +76,7 @@ def _reason(made: Weights, source: Weights) -> str | None:
 
 
 def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
-    """Some rows of the matrices that both have, at the same positions."""
+    """Yields the same rows of matrices that both models have, from some layers."""
     depth = min(a.geometry.layers, b.geometry.layers)
     for layer in chosen_layers(depth, LAYERS):
         for role in (r for r in MATRICES if a.has(r, layer) and b.has(r, layer)):
@@ -86,7 +86,8 @@ def _sampled(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
 
 
 def _rounded(pairs: Sequence[tuple[Array, Array]]) -> str | None:
-    """Whether the first is the second one rounded: to 16 bits, or to a grid of its own."""
+    """The reason if the first model's numbers are the second's, rounded to 16 bits or to a quantisation grid; else
+    None."""
     for name, to in (("bfloat16", _bfloat16), ("float16", lambda x: x.astype(np.float16).astype(np.float32))):
         if all(np.array_equal(one, to(other)) for one, other in pairs) and any((x != y).any() for x, y in pairs):
             return f"its numbers are the other's, rounded to {name}"
@@ -104,7 +105,8 @@ def _bfloat16(values: Array) -> Array:
 
 
 def _on_grid(one: Array, other: Array, group: int) -> float | None:
-    """Share of groups whose numbers are multiples of a step, the other's within half of it; None if both are."""
+    """The share of groups in which `one` lies on a quantisation grid and equals `other` rounded to it; None if `other`
+    lies on a grid itself."""
     width = group or one.shape[1]
     if one.shape[1] % width:
         return None

@@ -25,7 +25,7 @@ FORK = (0.1, 0.45)  # cosines at a model between two others that were trained fr
 
 @dataclass(frozen=True)
 class Space:
-    """Models of one shape: their numbers in a list of models, and their inner products, [layers, n, n]."""
+    """Models of one shape: their indices in the list of all models, and their inner products, [layers, n, n]."""
 
     models: tuple[int, ...]
     gram: Array
@@ -34,18 +34,18 @@ class Space:
         return model in self.models
 
     def together(self, i: int, j: int) -> bool:
-        """Whether the numbers of two models are in one order."""
+        """Whether the weights of two models are stored in the same order (not permuted or rotated)."""
         return i in self and j in self and self._inner((i,), (j,)) >= shares.SAME_PLACE * self._size(i, j)
 
     def apart(self, i: int, j: int) -> Array:
-        """The squared distance in each layer, in units of both models' mean size of a layer."""
+        """The squared distance of two models in each layer, in units of the mean squared size of their layers."""
         a, b = self.models.index(i), self.models.index(j)
         squares = self.gram[:, a, a] + self.gram[:, b, b] - 2 * self.gram[:, a, b]
         out: Array = np.maximum(squares, 0) * len(squares) / max(self._size(i, j), 1e-300)
         return out
 
     def cosine(self, at: int, one: int, other: int) -> float:
-        """Of the angle at a model between two others."""
+        """The cosine of the angle at one model between two others."""
         sides = (one, at), (other, at)
         sizes = np.prod([max(self._inner(side, side), 1e-300) for side in sides])
         return float(self._inner(*sides) / np.sqrt(sizes))
@@ -54,14 +54,14 @@ class Space:
         return float(np.sqrt(self._inner((i,), (i,)) * self._inner((j,), (j,))))
 
     def _inner(self, one: Sequence[int], other: Sequence[int]) -> float:
-        """⟨a, b⟩, or of differences (a, a') and (b, b') ⟨a − a', b − b'⟩."""
+        """The inner product ⟨a, b⟩ of two models, or ⟨a − a', b − b'⟩ of two differences (a, a') and (b, b')."""
         total, signs = self.gram.sum(0), (1, -1)
         places = [[self.models.index(model) for model in side] for side in (one, other)]
         return float(sum(s * t * total[a, b] for a, s in zip(places[0], signs) for b, t in zip(places[1], signs)))  # noqa: B905
 
 
 def spaces(models: Sequence[Weights], alike: Callable[[Weights], object], progress: Told) -> list[Space]:
-    """The spaces of models that are alike."""
+    """One `Space` for each group of models with equal values of `alike`, such as the same shape."""
     out = []
     for kind in dict.fromkeys(map(alike, models)):
         some = [i for i, w in enumerate(models) if alike(w) == kind]
@@ -71,6 +71,7 @@ def spaces(models: Sequence[Weights], alike: Callable[[Weights], object], progre
 
 
 def fork(space: Space, at: int, neighbours: Sequence[int]) -> bool:
-    """Whether all neighbours of a model were trained from it, if no model is missing."""
+    """Whether all neighbours of a model in the tree were trained from it, assuming that no model is missing from the
+    tree."""
     pairs = [(a, b) for n, a in enumerate(neighbours) for b in neighbours[n + 1 :]]
     return bool(pairs) and all(FORK[0] <= space.cosine(at, *pair) <= FORK[1] for pair in pairs)

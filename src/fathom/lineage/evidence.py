@@ -1,4 +1,4 @@
-"""Evidence: matching tests with p-values, and what they assume.
+"""The evidence for shared lineage: matching tests with p-values, and what each test assumes.
 
 H0: the two sets of weights descend from independent random initialisations, whatever the data. T1 and T2 also assume
 that neither model learned the other's hidden states and that the embeddings were not shared.
@@ -61,7 +61,7 @@ class Test:
 
     @property
     def matches(self) -> bool:
-        """Whether the test matches weights, so that it may decide."""
+        """Whether the test matches individual weights (T1, T2, T4, T5), so that it may decide the verdict."""
         return not self.name.startswith(("T3", "T6"))
 
 
@@ -71,28 +71,30 @@ def fixed_point_bound(count: int, trials: int = 1) -> float:
 
 
 def poisson_tail(count: int, rate: float, trials: int = 1) -> float:
-    """Bonferroni over `trials` of P(Poisson(rate) ≥ count)."""
+    """The Poisson p-value P(Poisson(rate) ≥ count), Bonferroni-corrected for `trials` tests."""
     return min(1.0, trials * float(stats.poisson.sf(count - 1, rate)))
 
 
 def empirical(score: float, null: Sequence[float]) -> float:
-    """(1 + #{null ≥ score}) / (N + 1); never below 1/(N+1)."""
+    """The empirical p-value (1 + #{null ≥ score}) / (N + 1); never below 1/(N+1)."""
     return (1 + sum(value >= score for value in null)) / (len(null) + 1)
 
 
 def false_positive_bound(negatives: int, confidence: float = 0.95) -> float:
-    """Upper bound on the false-positive rate after 0 in n independent negatives: 1 − 0.05^{1/n}."""
+    """The 95 % upper bound on the false-positive rate after no false positive in n independent negatives: 1 −
+    0.05^{1/n}."""
     return 1.0 if negatives < 1 else 1 - (1 - confidence) ** (1 / negatives)
 
 
 def detectable_drift(threshold: float) -> float:
-    """ε at which 1/(1+ε²) equals the threshold: larger relative drifts of the weights are not detected."""
+    """The relative drift ε of the weights at which the score 1/(1+ε²) equals the threshold: larger drifts are not
+    detected."""
     return math.inf if threshold <= 0 else math.sqrt(max(1 / threshold - 1, 0.0))
 
 
 def score_threshold(null: Sequence[float]) -> float | None:
-    """max(null) + 5 sd of unrelated scores of the same class, with a minimum sd for few scores. None below two
-    scores."""
+    """The score that counts as high: max(null) + 5 standard deviations of unrelated pairs' scores, with a minimum
+    deviation if there are few. None below two scores."""
     if len(null) < 2:
         return None
     spread = float(np.std(null, ddof=1))
@@ -100,7 +102,7 @@ def score_threshold(null: Sequence[float]) -> float | None:
 
 
 def is_ordered(energy: Array) -> bool:
-    """Whether a model's channels are ordered by energy, as after a rotation to principal axes."""
+    """Whether a model's channels are sorted by energy, as they are after a rotation to principal axes."""
     if len(energy) < FEWEST or not np.ptp(energy) > 0:
         return False
     return float(stats.spearmanr(np.arange(len(energy)), energy).pvalue) < ORDERED
@@ -155,7 +157,8 @@ MARGIN = 5  # the blind frame decides from so many times the largest share of st
 
 @dataclass(frozen=True)
 class NeuronCount:
-    """Neurons of a layer of A and one of B that are paired alike, and the number of neurons compared."""
+    """How many neurons of a layer of A and a layer of B are paired in the same way by two parts of their weights, and
+    how many were compared."""
 
     layers: tuple[int, int]
     paired: int
@@ -164,12 +167,13 @@ class NeuronCount:
     among: int = 1  # pairs of layers of which this is the best
 
     def p(self, share: float, trials: int) -> float:
-        """Probability of at least this many pairs by chance, if shared data pairs a share `share` of the neurons."""
+        """The probability of at least this many pairs by chance, if shared training data pairs a fraction `share` of
+        the neurons."""
         return poisson_tail(self.paired, max(POISSON_RATE, share * self.of), trials * self.among)
 
 
 def share_of_strangers(frame: str, controls: Sequence[float]) -> float:
-    """The share of a layer's neurons that unrelated models may pair alike.
+    """The largest share of a layer's neurons that may be paired between unrelated models.
 
     Args:
         frame: One of FRAMES.
@@ -189,7 +193,7 @@ def neuron_p(frame: str, count: NeuronCount, controls: Sequence[float], trials: 
 
 
 def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[float]) -> Test:
-    """T4: the best layer, Bonferroni over layers.
+    """The result of T4 (neurons): the p-value of the best layer, Bonferroni-corrected for the number of layers.
 
     Args:
         frame: One of FRAMES.
@@ -217,7 +221,7 @@ def test_neurons(frame: str, counts: Sequence[NeuronCount], controls: Sequence[f
 
 
 def test_values(frame: str, counts: Sequence[NeuronCount], chance: float, controls: Sequence[float]) -> Test:
-    """T5: the best layer, Bonferroni over layers.
+    """The result of T5 (value channels): the p-value of the best layer, Bonferroni-corrected for the number of layers.
 
     Args:
         frame: One of FRAMES.
@@ -241,7 +245,8 @@ def test_values(frame: str, counts: Sequence[NeuronCount], chance: float, contro
 
 
 def test_planes(count: int, of: int) -> Test:
-    """T6: how many pairs of neighbouring rotary planes differ alike, of how many."""
+    """The result of T6, a sign test: for how many pairs of neighbouring rotary planes the planes differ in the same
+    direction in both models."""
     spread = math.sqrt(PLANE_SPREAD * of / 4)
     return Test(
         "T6 plane words",
@@ -260,13 +265,15 @@ test_neurons.__test__ = test_values.__test__ = False  # type: ignore[attr-define
 
 
 def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:
-    """A run of shared strings from the middle of the vocabulary: neither very frequent nor unused."""
+    """The embedding rows of `count` consecutive shared strings from the middle of the vocabulary: neither very frequent
+    nor unused."""
     start = max((len(rows_a) - count) // 2, 0)
     return rows_a[start : start + count], rows_b[start : start + count]
 
 
 def head_likeness(weights: Weights, rows: Array) -> float:
-    """How similar a model's output head is to its embedding: rms cosine of the channels' columns at some rows."""
+    """How similar a model's output head is to its embedding: the root mean square, over channels, of the cosine of both
+    columns at some rows."""
     tables = [unit_rows(gathered(weights, rows, table)) for table in (canonical.embedding, canonical.head)]
     sizes = [np.maximum(np.linalg.norm(table, axis=0), canonical.TINY) for table in tables]
     cosines = np.einsum("nd,nd->d", *tables) / (sizes[0] * sizes[1])

@@ -1,4 +1,5 @@
-"""Attention heads without effect: zero heads, and duplicates that cancel. Their W_Q and W_K can hold anything.
+"""Finds attention heads without effect on the output: zero heads, and duplicates that cancel each other. Their W_Q and
+W_K can hold anything.
 
 A head reads by W_qᵀ W_k and writes by W_o W_v. The outputs of heads that attend alike add up. If the sum is zero, the
 model computes the same without these heads. Both products are compared through a few random directions.
@@ -18,7 +19,7 @@ DEAD = 1e-4  # relative to the median head's effect
 
 
 def living(weights: Weights, index: int) -> Array | None:
-    """Which query heads of a layer have an effect, [heads]; None if this is unknown."""
+    """Which query heads of a layer affect its output, [heads]; None if this is unknown."""
     g = weights.geometry
     if g.latent or not (weights.has("v", index) and weights.has("o", index)):
         return None
@@ -42,7 +43,7 @@ def living(weights: Weights, index: int) -> Array | None:
 
 
 def _duplicates(read: Array) -> Array:
-    """Which heads attend alike, [heads, heads], each with itself."""
+    """A 0/1 matrix [heads, heads] of which heads have the same attention scores; each head matches itself."""
     read = read.astype(np.float64)  # differences of squares lose precision in float32
     squares = np.einsum("ij,ij->i", read, read)
     apart = squares[:, None] + squares - 2 * (read @ read.T)

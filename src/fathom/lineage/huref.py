@@ -27,7 +27,8 @@ SKETCH = 512
 
 
 def product_ffn(x: Array, weights: Weights, index: int, published: bool = False) -> Array:
-    """X W_uᵀ W_dᵀ Xᵀ, read in blocks of rows; `published` takes raw weights and W_g ⊙ W_u in place of W_u.
+    """The feed-forward term X W_uᵀ W_dᵀ Xᵀ, read in blocks of rows; `published` takes raw weights and W_g ⊙ W_u in
+    place of W_u.
 
     Under LayerNorm X is centred, so the writer's mean cancels.
     """
@@ -47,7 +48,8 @@ def product_ffn(x: Array, weights: Weights, index: int, published: bool = False)
 
 
 def terms(weights: Weights, x: Array, index: int, published: bool = False) -> Iterator[Array]:
-    """The three terms of one layer at anchor embeddings X; canonical unless `published`."""
+    """HuRef's three invariant terms of one layer (QK, VO, feed-forward) at anchor embeddings X, from canonical weights
+    unless `published`."""
     g = weights.geometry
     layer = weights.layer(index, canonical.QK_ROLES)
     layer = layer if published else canonical.balance_qk(canonical.fold(layer, g), g)
@@ -66,7 +68,7 @@ def anchor_embeddings(weights: Weights, rows: Array, published: bool = False) ->
 
 
 def double_centred(term: Array) -> Array:
-    """Rows and columns lose their means; Frobenius norm 1."""
+    """A term with the mean of each row and column removed, scaled to Frobenius norm 1."""
     term = bounded(term)
     term = term - term.mean(0, keepdims=True)
     term = term - term.mean(1, keepdims=True)
@@ -84,7 +86,7 @@ def _cosine(pairs: Iterable[tuple[Array, Array]]) -> float:
 
 @dataclass(frozen=True)
 class Spanned:
-    """Anchor embeddings X = Q R, and the anchors' vector of ones = Q r.
+    """The anchor embeddings X in factors: X = Q R, and the vector of ones = Q r.
 
     A term is Q T Qᵀ for T from R in place of X, so no term of N² numbers is needed: T has at most width + 1 rows.
     """
@@ -100,14 +102,16 @@ class Spanned:
         return cls(q, np.ascontiguousarray(r[:, :-1]), r[:, -1])
 
     def standardised(self, term: Array) -> Array:
-        """HuRef's normalisation, mean 0 and one standard deviation, of a term [k, k]; the norm becomes 1."""
+        """HuRef's normalisation of a term to mean 0 and standard deviation 1, for a term [k, k]; it is also scaled to
+        norm 1."""
         mean = (self.ones @ term @ self.ones) / (self.ones @ self.ones) ** 2
         term = term - mean * np.outer(self.ones, self.ones)
         return term / max(float(np.linalg.norm(term)), canonical.TINY)
 
 
 def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = False) -> float:
-    """Invariant-term cosine over the last two layers; `published` keeps HuRef's gated term and raw weights."""
+    """The cosine of two models' invariant terms over the last two layers; `published` takes raw weights and HuRef's
+    gated term."""
     one, other = (Spanned.of(anchor_embeddings(w, rows, published)) for w, rows in ((a, rows_a), (b, rows_b)))
     turn = one.q.T @ other.q
     few = 2 if min(len(a.keyed), len(b.keyed)) > 1 else 1
@@ -121,7 +125,8 @@ def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = 
 
 
 def summed_terms(weights: Weights, x: Array) -> list[Array]:
-    """Every term double-centred and summed over layers: independent of the number of layers."""
+    """Each of the three invariant terms, double-centred and summed over all layers, so models of different depth can be
+    compared."""
     total: list[Array] = []
     for index in weights.keyed:
         for place, term in enumerate(terms(weights, x, index)):
@@ -132,14 +137,14 @@ def summed_terms(weights: Weights, x: Array) -> list[Array]:
 
 
 def ics_all_layers(a: Weights, b: Weights, rows_a: Array, rows_b: Array) -> float:
-    """Cosine of the terms summed over all layers."""
+    """The cosine of two models' invariant terms, each summed over all layers."""
     sums_a = summed_terms(a, anchor_embeddings(a, rows_a))
     sums_b = summed_terms(b, anchor_embeddings(b, rows_b))
     return _cosine(zip(sums_a, sums_b, strict=False))
 
 
 def last_terms(weights: Weights, x: Array) -> list[Array]:
-    """The terms of the last two layers, double-centred."""
+    """The invariant terms of the last two layers with attention, double-centred."""
     return [double_centred(t) for index in weights.keyed[-2:] for t in terms(weights, x, index)]
 
 
@@ -164,7 +169,7 @@ def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:
 
 
 def quantised(z: Array) -> Array:
-    """The published form: int8, round(32 z)."""
+    """A sketch z in its published form, int8: round(32 z)."""
     return np.clip(np.rint(32 * z), -127, 127).astype(np.int8)
 
 
@@ -177,8 +182,8 @@ def sketch_cosine(a: Array, b: Array) -> Array:
 
 
 def pcs(a: Weights, b: Weights) -> float | None:
-    """Parameter cosine over the matrices with the same role, layer and shape, read one pair at a time; None without
-    any."""
+    """The cosine of two models' parameters, over matrices with the same role, layer and shape; None if there are
+    none."""
     pairs = _matched_matrices(a, b)
     first = next(pairs, None)
     return None if first is None else _cosine(chain([first], pairs))

@@ -1,4 +1,4 @@
-"""Identical tensors: what needs no statistics is reported first.
+"""Identical tensors, which are reported before all other evidence because they need no statistics.
 
 Tensors are compared by role and layer, value by value. File layouts, names, shards and dtypes do not matter as long as
 every value is the same. Tensors of no known role are compared by name. A few rows are read first, so two models without
@@ -34,7 +34,7 @@ class Identical:
 
     @property
     def whole(self) -> bool:
-        """Whether the two models are one."""
+        """Whether all tensors of the two models hold equal values."""
         return self.equal == self.tensors and self.matrices > 0
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ def identical(a: Weights, b: Weights, thorough: bool, progress: Told = lambda _:
 
 
 def _views(weights: Weights) -> dict[Key, int]:
-    """Roles with their numbers of experts; a tied head is the embedding and does not count again."""
+    """The number of experts for each (role, layer); a head tied to the embedding is left out."""
     return {
         (role, layer): weights.experts(layer) if layer is not None and role in {"gate", "up", "down"} else 1
         for role, layer in weights.views
@@ -78,13 +78,15 @@ def _views(weights: Weights) -> dict[Key, int]:
 
 
 def _others(weights: Weights) -> set[str]:
-    """Tensors of numbers of no known role; experts are compared by role."""
+    """Floating-point tensors whose role is unknown; tensors of experts are left out, since they are compared by
+    role."""
     known = (name for name in weights.extra_tensors if weights.store.tensors[name].dtype in FLOATS)
     return {name for name in known if ".experts." not in name and not is_scale(name)}
 
 
 def _same(a: Weights, b: Weights, key: Key) -> tuple[bool, bool]:
-    """Whether a role holds the same values in both models, and whether it is a matrix of different values."""
+    """Whether a role's tensor is equal in both models, and whether it is a matrix with at least two different
+    values."""
     counts = [_views(w)[key] for w in (a, b)]
     if counts[0] != counts[1]:
         return False, False
@@ -98,7 +100,7 @@ def _same(a: Weights, b: Weights, key: Key) -> tuple[bool, bool]:
 
 
 def _blocks(a: Weights, b: Weights, key: Key, expert: int) -> Iterator[tuple[Array, Array]]:
-    """Both tensors block by block, a few rows first."""
+    """Yields corresponding blocks of both models' tensors, beginning with a small block of rows."""
     rows = [_rows(w, key) for w in (a, b)]
     if rows[0] != rows[1]:
         yield np.zeros(0), np.zeros(1)

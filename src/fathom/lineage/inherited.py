@@ -1,4 +1,4 @@
-"""How much of the training of one model the other shares, beyond what a shared initialisation can explain.
+"""Measures how much of one model's training the other one shares, beyond what a shared initialisation can explain.
 
 Two runs from one public seed start with the same numbers, so every matching test finds them, however different their
 data. Only what was *learned* proves a lineage. Per layer, three products act on the residual stream and are independent
@@ -41,7 +41,7 @@ VISIBLE = 0.01  # directions per channel from which a model is trained; random w
 
 @dataclass(frozen=True)
 class Inherited:
-    """The measured share, and the direction in which it was measured."""
+    """The measured share of one model's trained directions that the other one contains."""
 
     share: float  # median over matrices
     directions: float  # per channel and matrix: the amount of visible training
@@ -56,7 +56,7 @@ class Inherited:
 
     @property
     def margin(self) -> float:
-        """How far the share is above the bar."""
+        """How far the measured share is above the share that a common initialisation could explain (`bar`)."""
         return self.share - self.bar
 
 
@@ -68,7 +68,8 @@ def measured(
     seed: int = 0,
     most: int | None = None,
 ) -> Inherited | None:
-    """The better of the two directions over at most eight matched layers (four for wide models).
+    """Measure the share in both directions over at most eight matched layers (four for wide models), and return the
+    result with the larger margin.
 
     None if no training is visible. `most` limits the layers further.
     """
@@ -89,7 +90,8 @@ def measured(
 
 
 def training(weights: Weights, seed: int = 0) -> float:
-    """Trained directions per channel and matrix in the first and the last layer; 0 for random weights."""
+    """A model's amount of training: the trained directions per channel and matrix in its first and last layers; 0 for
+    random weights."""
     if "training" not in weights.memo:
         channels = draw_channels(weights.geometry.width, CHANNELS, seed)
         counts = [
@@ -102,7 +104,8 @@ def training(weights: Weights, seed: int = 0) -> float:
 
 
 def _share(own: Array, other: Array, chance: tuple[float, int]) -> tuple[float, float]:
-    """One product's share of the trained directions of another, and their number."""
+    """The share of the trained directions of the product `own` that `other` contains, and the number of these
+    directions."""
     u, s, v = np.linalg.svd(own)
     ratio, rank = chance
     edge = float(np.median(s[:rank])) * ratio
@@ -121,7 +124,8 @@ def _summary(parts: list[tuple[float, float]], channels: int) -> Inherited | Non
 
 
 def products(weights: Weights, index: int, how: Alignment, channels: Array) -> Iterator[tuple[str, Array]]:
-    """The three products of a layer at some aligned channels, gains folded, [n, n]."""
+    """The three products W_qᵀ W_k, W_o W_v and W_down W_up of a layer at some aligned channels, with norm gains folded
+    in, [n, n]."""
     g = weights.geometry
     if weights.has("q", index):
         layer = canonical.fold(weights.layer(index, canonical.QK_ROLES), g)
@@ -137,7 +141,7 @@ def products(weights: Weights, index: int, how: Alignment, channels: Array) -> I
 
 
 def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array) -> Array:
-    """W_down W_up, summed over some experts."""
+    """The product W_down W_up of a layer, summed over some of its experts."""
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
     total = np.zeros((len(channels), len(channels)), np.float32)
     for expert in experts(weights, index, 8):
@@ -148,7 +152,8 @@ def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array)
 
 
 def _chance(weights: Weights, kind: str, channels: int) -> tuple[float, int]:
-    """The ratio of the largest to the median singular value of random factors, and the number of non-zero ones."""
+    """The ratio of the largest to the median singular value for a product of random factors, and its number of non-zero
+    singular values."""
     g = weights.geometry
     inner, group = (g.ffn, 1) if kind == "ffn" else (g.heads * g.head_dim, 1 if g.latent else g.group)
     return edge(channels, inner, group), min(channels, max(inner // group, 1))
@@ -156,8 +161,8 @@ def _chance(weights: Weights, kind: str, channels: int) -> tuple[float, int]:
 
 @cache
 def edge(channels: int, inner: int, group: int) -> float:
-    """Largest over median singular value of a product of random factors; `group` columns of one share those of the
-    other."""
+    """The ratio of the largest to the median singular value of a product of random factors, where `group` columns of
+    one factor share one column of the other."""
     draw = np.random.default_rng(0)
     rank, ratios = max(inner // group, 1), []
     for _ in range(3):

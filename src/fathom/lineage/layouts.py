@@ -17,7 +17,8 @@ from fathom.errors import ModelError
 
 @dataclass(frozen=True)
 class Scheme:
-    """One way of naming a part of a layer: role -> module name below the layer. `packing` says how roles are fused."""
+    """One naming scheme for a part of a layer: for each role the module's name within the layer. `packing` says how
+    roles are fused."""
 
     required: Mapping[str, str]
     optional: Mapping[str, str] = field(default_factory=dict)
@@ -26,7 +27,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Stack:
-    """One way of naming the stack: where layers are, and what is at the ends."""
+    """One naming scheme for a model's stack: the names of the layers, the embedding, the final norm and the head."""
 
     layer: str
     embed: str
@@ -226,14 +227,15 @@ _LAYER = re.compile(r"^(?:.+\.)?(?:layers|h|blocks|blk)\.(\d+)\.(.+)$")
 
 
 def parameter(names: Collection[str], module: str, kind: str = "weight") -> str | None:
-    """The tensor of a module: `module.weight`, or `module` itself where a checkpoint stores bare parameters."""
+    """The name of a module's tensor: `module.weight`, or `module` itself if a checkpoint stores bare parameters; None
+    without one."""
     if f"{module}.{kind}" in names:
         return f"{module}.{kind}"
     return module if kind == "weight" and module in names else None
 
 
 def matching(table: tuple[Scheme, ...], names: Collection[str], layer: str, what: str) -> Scheme | None:
-    """The one scheme of a table that fits the tensors of a layer."""
+    """The naming scheme of a table that fits the tensors of a layer; None if none fits."""
     fitting = [s for s in table if all(parameter(names, layer + module) for module in s.required.values())]
     for scheme in fitting:
         if all(set(other.required.values()) <= set(scheme.required.values()) for other in fitting):
@@ -245,7 +247,7 @@ def matching(table: tuple[Scheme, ...], names: Collection[str], layer: str, what
 
 
 def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
-    """The prefix and the stack naming of a checkpoint."""
+    """The prefix of a checkpoint's tensor names, and the naming scheme of its stack."""
     found = [
         (prefix, stack)
         for prefix in PREFIXES
@@ -262,7 +264,8 @@ def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
 
 
 def stacked(names: Collection[str], prefix: str, stack: Stack) -> list[str]:
-    """The layers of a stack, from the first on: those with attention, and those with another mixer in its place."""
+    """The names of a stack's layers, in order: those with attention, and those with another known token mixer
+    instead."""
     depth = (prefix + stack.layer).count(".")
     held: dict[str, set[str]] = {}
     for name in (name for name in names if name.startswith(prefix)):
@@ -277,7 +280,8 @@ def stacked(names: Collection[str], prefix: str, stack: Stack) -> list[str]:
 
 
 def _has_state(modules: Collection[str]) -> bool:
-    """Whether a layer has another mixer in place of attention: one that is known, and nothing called attention."""
+    """Whether a layer has another token mixer instead of attention: one of a known name, and no module called
+    attention."""
     known = {*MIXERS} & {*modules}
     return bool(known) and not any("attn" in name or "attention" in name for name in {*modules} - known - NORM_MODULES)
 

@@ -43,7 +43,8 @@ KEY = 1e-3  # keys of duplicates differ by rounding only
 
 @dataclass(frozen=True)
 class Frame:
-    """Coordinates of one model: a matrix [width, F] that brings its residual vectors into the shared ones."""
+    """Coordinates in which models can be compared: a matrix [width, F] that maps one model's residual vectors to
+    them."""
 
     name: str
     basis: Array
@@ -57,18 +58,18 @@ class Frame:
         return self.basis.shape[1] if self.picked is None else len(self.picked)
 
     def of(self, rows: Array) -> Array:
-        """Residual vectors [n, width] in these coordinates [n, F]."""
+        """Residual vectors [n, width], converted to these coordinates [n, F]."""
         return rows @ self.basis if self.picked is None else rows[:, self.picked]
 
 
 def order(width: int, seed: int) -> Frame:
-    """The channels themselves; for very wide models a seeded sample."""
+    """The frame of the residual channels in their stored order; for very wide models a random sample of channels."""
     picked = np.sort(np.random.default_rng(seed).choice(width, min(width, FRAME), replace=False))
     return Frame("order", np.zeros((width, 0), np.float32), picked=picked)
 
 
 def tokens(probes: Array) -> Frame:
-    """Responses to probe embeddings [n, width]."""
+    """The frame of responses to the embeddings of probe strings, [n, width]."""
     return Frame("tokens", unit_rows(probes).T * math.sqrt(probes.shape[1]), centred=True)
 
 
@@ -92,8 +93,8 @@ def frames(a: Weights, b: Weights, rows: tuple[Array, Array], seed: int, probes:
 
 
 def axes(table: Callable[[], Iterator[Array]]) -> Frame:
-    """Principal axes of an embedding in descending order; each points to its heavier tail. The order of rows does not
-    matter.
+    """The frame of an embedding's principal axes in descending order of variance; the sign of each axis is set by its
+    skewness. The order of rows does not matter.
 
     Args:
         table: Returns the embedding in blocks of rows; called several times.
@@ -118,7 +119,8 @@ Side = tuple[Array, Array, bool]
 
 @dataclass(frozen=True)
 class Neurons:
-    """Neurons of one layer in a frame: unit rows [m, F]; duplicates are merged, neurons without effect removed."""
+    """The neurons of one layer in a frame, as unit rows [m, F]; duplicates are merged, and neurons without effect are
+    removed."""
 
     read: Array
     write: Array
@@ -128,12 +130,12 @@ class Neurons:
         return len(self.read)
 
     def turned(self) -> Neurons:
-        """The same neurons in a frame that points the other way."""
+        """The same neurons with the sign of all coordinates reversed."""
         return Neurons(-self.read, -self.write, None if self.up is None else -self.up)
 
 
 def experts(weights: Weights, index: int, most: int | None = None) -> list[int]:
-    """The experts of a layer that are read, evenly spaced by number.
+    """The indices of the experts of a layer that are read, evenly spaced by number unless experts are `ranked`.
 
     If they are `ranked`, half of them are those with the longest router rows, measured from their mean, which moves no
     choice. Neither the order of experts nor a rotation changes which these are, but training does.
@@ -150,7 +152,7 @@ def experts(weights: Weights, index: int, most: int | None = None) -> list[int]:
 
 
 def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
-    """The neurons of one layer, of all experts or of many; matrices are streamed."""
+    """Read the neurons of one layer, of all its experts or of a sample of them, in a frame."""
     found = [_of_expert(weights, index, frame, expert) for expert in experts(weights, index)]
     read, up, write, offset = (
         found[0] if len(found) == 1 else (np.concatenate([part[i] for part in found]) for i in range(4))
@@ -160,7 +162,8 @@ def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
 
 
 def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple[Array, Array, Array, Array]:
-    """Rows of the gates (without a gate, of up), of up and of the outputs, and what is added to the gates."""
+    """One expert's neurons in a frame: gate rows (without gates, up rows), up rows, output rows, and constant inputs of
+    the gates, such as biases."""
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
     roles = ("gate", "up") if weights.geometry.gated else ("up",)
     rows = {role: np.empty((weights.neurons(index), frame.size), np.float32) for role in roles}
@@ -181,7 +184,7 @@ def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple
 
 
 def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Array | None) -> Array:
-    """The output direction of every neuron, [m, F]."""
+    """The output direction of every neuron of one expert in a frame, [m, F]."""
     centred = weights.geometry.norm == "layer"  # writers lose their mean over channels
     if frame.picked is not None and not centred:
         down = weights.tensor("down", index, frame.picked, expert)
@@ -204,8 +207,8 @@ def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Arra
 
 
 def _merged(read: Array, up: Array, write: Array, offset: Array, gated: bool, frame: Frame) -> Neurons:
-    """One neuron for each line of gates (without a gate, of up rows). Split neurons join; cancelling ones vanish, and
-    those that never fire.
+    """Merge neurons whose gate rows are equal up to sign (without gates: whose up rows are parallel) into one neuron.
+    Split neurons join; cancelling ones vanish, and those that never fire.
 
     Neurons of one gate compute silu(g x) Σ d uᵀ x, whatever the single d and u are, so only the sum counts. Its largest
     singular pair stands for it. A gate -g counts as g, because silu(-z) = silu(z) - z: a copy may turn gates around and
@@ -235,7 +238,7 @@ def _merged(read: Array, up: Array, write: Array, offset: Array, gated: bool, fr
 
 
 def _effects(read: Array, up: Array, write: Array, gated: bool) -> Array:
-    """The product of the sizes of each neuron's rows."""
+    """The size of each neuron's effect: the product of the norms of its rows."""
     out = np.ones(len(read))
     for rows in (read, up, write) if gated else (read, write):
         out *= np.sqrt(np.einsum("ij,ij->i", rows, rows))
@@ -243,7 +246,8 @@ def _effects(read: Array, up: Array, write: Array, gated: bool) -> Array:
 
 
 def _sum_products(up: Array, write: Array, groups: list[Array]) -> None:
-    """In place: the first of each group gets the largest singular pair of Σ d uᵀ; its scale is in the output."""
+    """Replace the first neuron of each group, in place, by the largest singular pair of Σ d uᵀ; its scale goes into the
+    output row."""
     sizes = np.array([len(group) for group in groups])
     for size in np.unique(sizes[sizes > 1]):
         every = np.stack([group for group in groups if len(group) == size])
@@ -260,20 +264,21 @@ def _sum_products(up: Array, write: Array, groups: list[Array]) -> None:
 
 
 def alive(sizes: Array) -> Array:
-    """Which effects are not negligible, compared with the median one."""
+    """Which neurons have an effect that is not negligible compared with the median effect."""
     out: Array = sizes > DEAD * float(np.median(sizes[sizes > 0])) if (sizes > 0).any() else sizes > 0
     return out
 
 
 def unit(read: Array, write: Array, frame: Frame, up: Array | None = None) -> Neurons:
-    """Unit rows; in a frame of probes centred, so that cosines are correlations over the probes."""
+    """Neurons scaled to unit rows; in a frame of probes they are centred first, so that cosines are correlations over
+    the probes."""
     if frame.centred:
         read, write = (rows - rows.mean(1, keepdims=True) for rows in (read, write))
     return Neurons(unit_rows(read), unit_rows(write), None if up is None else unit_rows(up))
 
 
 def duplicates(read: Array, size: Array) -> Array:
-    """Group numbers of rows: those of equal size on one line are in one group.
+    """A group number for each row: parallel rows of equal size are in the same group.
 
     Args:
         read: Unit rows, [m, F].
@@ -295,7 +300,8 @@ def duplicates(read: Array, size: Array) -> Array:
 
 
 def by_roles(a: Neurons, b: Neurons, gated: bool) -> list[Side]:
-    """What neurons are compared by: gate and output, or in the blind frame gate and up. What is read has no sign.
+    """The rows by which neurons of two models are compared: gate and output, or in the blind frame gate and up. What is
+    read has no sign.
 
     An up row that repeats the gate is no second witness.
     """
@@ -305,14 +311,15 @@ def by_roles(a: Neurons, b: Neurons, gated: bool) -> list[Side]:
 
 
 def _repeats(found: Neurons) -> bool:
-    """Whether up rows point along the gates."""
+    """Whether a model's up rows are mostly parallel to its gate rows."""
     if found.up is None or not len(found):
         return found.up is None
     return float(np.median(np.abs(np.einsum("ij,ij->i", found.read, found.up)))) > REPEATED
 
 
 def agreement(sides: Sequence[Side], seed: int = 0) -> tuple[int, int, float]:
-    """The number of items that are each other's nearest on both sides, of how many, and their similarity.
+    """The number of items that are mutual nearest neighbours on both sides, the number of items compared, and the
+    similarity of the pairs.
 
     Within rounding several may be nearest: a copy may hold others with the same gate. With t₁ and t₂ of them on the two
     sides, chance pairs an item with probability t₁ t₂ / m at least, so items of which this exceeds TIED are not paired.

@@ -1,4 +1,5 @@
-"""Nulls: the scores of unrelated pairs, from the controls of a comparison or from a file of `calibrate`."""
+"""Null distributions: the scores of unrelated pairs of models, from the controls of a comparison or from a file of
+`calibrate`."""
 
 from __future__ import annotations
 
@@ -40,11 +41,11 @@ class Null:
 
     @property
     def models(self) -> int:
-        """Number of models in the pairs."""
+        """The number of different models in the unrelated pairs."""
         return len({digest for pair in self.pairs for digest in pair})
 
     def rate(self) -> float:
-        """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
+        """The Poisson rate for T2: the upper 95 % limit of the mean count in the controls, but at least 3."""
         if not self.witnesses:
             return evidence.POISSON_RATE
         total, count = sum(self.witnesses), len(self.witnesses)
@@ -55,7 +56,7 @@ FIELDS = ("scores", "witnesses", "neurons", "gaps", "per_layer", "pairs")
 
 
 def digest(weights: Weights) -> str:
-    """A model's digest: the header and the first 4 KiB of every tensor. Equal for one model under two names."""
+    """A hash of a model: of the header and of the first 4 KiB of every tensor. Equal for one model under two names."""
     found = hashlib.sha256()
     for name in sorted(weights.store.tensors):
         info = weights.store.tensors[name]
@@ -65,7 +66,7 @@ def digest(weights: Weights) -> str:
 
 
 def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
-    """A null from measured unrelated pairs; a repeated pair counts once."""
+    """The null distribution from measured unrelated pairs of models; a repeated pair counts once."""
     null = Null(origin, {}, [], {}, {}, {}, [])
     for pair in pairs:
         models = sorted(digest(w) for w in (pair.a, pair.b))
@@ -88,7 +89,8 @@ def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
 
 
 def structure_class(a: Weights, b: Weights) -> str:
-    """Pairs are only comparable to unrelated pairs of the same class: equal widths, and whether depths are equal."""
+    """The class within which pairs of models are comparable: the same two widths, and whether the two depths are
+    equal."""
     widths = sorted((a.geometry.width, b.geometry.width), reverse=True)
     depth = "equal depth" if a.geometry.layers == b.geometry.layers else "unequal depth"
     return f"width {widths[0]}/{widths[1]}, {depth}"
@@ -118,7 +120,7 @@ def read(path: Path, kind: str) -> Null:
 
 
 def _fault(null: Null, models: object) -> str | None:
-    """What is wrong with a class of a null file; None if nothing is."""
+    """What is wrong with the data of one structure class in a null file; None if nothing is."""
     known = set(models) if isinstance(models, dict) else set()
     if not null.pairs or not all(_is_pair(pair, known) for pair in null.pairs):
         return "its pairs are not of two models that the file lists with their digests"
@@ -159,7 +161,7 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 
 def joined(one: Null, other: Null) -> Null:
-    """Both nulls joined; pairs in both count once."""
+    """Two null distributions joined; a pair of models that is in both counts once."""
     out = copy.deepcopy(one)
     out.origin += f" and {other.origin}"
     if any(pair in one.pairs for pair in other.pairs):  # the numbers of a known pair are known
@@ -173,7 +175,7 @@ def joined(one: Null, other: Null) -> Null:
 
 
 def band(null: Null | None, name: str, count: int) -> list[tuple[float, float]]:
-    """Lowest and highest control score at each relative depth."""
+    """The lowest and highest score of the controls at each of `count` relative depths."""
     curves = [curve for curve in (null.per_layer.get(name, []) if null else []) if curve]
     if not curves or not count:
         return []

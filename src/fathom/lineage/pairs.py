@@ -67,18 +67,20 @@ class Pair:
 
     @property
     def matched(self) -> list[tuple[int, int]]:
-        """Matched layers of A and B, by the map of the best repaired score, or by relative depth without one."""
+        """Pairs of matching layers of A and B, from the best score on canonical weights; by relative depth if there is
+        no such score."""
         return matched_layers(self.scores, self.layers, (self.a, self.b))
 
     @property
     def head_agreement(self) -> int | None:
-        """Channels that embedding and output head pair alike."""
+        """The number of channels that the embeddings and the output heads match to the same partner; None if one
+        matching is missing."""
         head, found = self.aligned.head, self.aligned.fixed
         return None if head is None or found is None else head.agreement(found)
 
     @property
     def gaps(self) -> dict[str, float]:
-        """The gaps between scores that may be signs of tampering."""
+        """Differences between kinds of scores of this pair that may be signs of tampering."""
         return signs.gaps({name: found.score for name, found in self.scores.items()}, self.aligned.alike)
 
     def own_tests(
@@ -87,7 +89,7 @@ class Pair:
         calibrated: bool = False,
         shares: dict[str, list[float]] | None = None,
     ) -> list[Test]:
-        """T1, T2 and T4 to T6: the tests that need no null.
+        """The tests of this pair that need no null distribution: T1, T2 and T4 to T6.
 
         Args:
             rate: The rate of T2.
@@ -115,7 +117,7 @@ class Pair:
 
     @property
     def p(self) -> float:
-        """The smallest corrected p-value of the tests that need no null."""
+        """The smallest Holm-corrected p-value of the matching tests that need no null distribution."""
         tests = self.own_tests()
         return min((p for test, p in zip(tests, holm([t.p for t in tests]), strict=True) if test.matches), default=1.0)
 
@@ -127,8 +129,8 @@ class Pair:
 def matched_layers(
     scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], models: tuple[Weights, Weights]
 ) -> list[tuple[int, int]]:
-    """Matched layers of A and of B, by the map of the best repaired score, or by relative depth without one. In
-    hybrids, the layers between two matched ones are counted from both."""
+    """Pairs of matching layers of A and B, from the best score on canonical weights; by relative depth if no score is
+    high enough. In hybrids, the layers between two matched ones are counted from both."""
     depths = models[0].geometry.layers, models[1].geometry.layers
     names = [name for name in NAMES.values() if name in scores and scores[name].pairs]
     if names:
@@ -139,7 +141,8 @@ def matched_layers(
 
 
 def _with_neighbours(pairs: list[tuple[int, int]], models: tuple[Weights, Weights]) -> list[tuple[int, int]]:
-    """Pairs of layers with attention, and of those without it that lie as far from a pair in both models."""
+    """The given pairs of layers with attention, and pairs of layers without it that are equally far from a given pair
+    in both models."""
     depths = [w.geometry.layers for w in models]
     if [len(w.keyed) for w in models] == depths:
         return pairs

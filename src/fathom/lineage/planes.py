@@ -1,4 +1,5 @@
-"""Plane words: a witness of what attention does, without tokenizer, rotation or order of heads.
+"""Plane words: numbers that describe what attention does in each rotary plane, independent of tokenizer, rotation and
+order of heads.
 
 Rotary planes have a name that no edit can change, their frequency. For plane i of layer l, with C a map of a reference
 layer (`blind`) and S the mean outer product of the embedding's unit rows,
@@ -35,7 +36,8 @@ FEWEST = 8  # pairs of neighbouring planes
 
 
 def comparable(a: Weights, b: Weights) -> bool:
-    """Whether both models have the same planes: rotary attention of one size, in as many layers."""
+    """Whether the rotary planes of two models can be compared: rotary attention of the same size, in the same number of
+    layers."""
     one, other = a.geometry, b.geometry
     alike = one.rotary_dim == other.rotary_dim and one.layers == other.layers
     usable = blind.usable(a), blind.usable(b)
@@ -44,7 +46,8 @@ def comparable(a: Weights, b: Weights) -> bool:
 
 
 def drawn(a: Weights, b: Weights, nonce: int) -> tuple[list[int], list[int]]:
-    """The layers that are measured, and those that they are measured by."""
+    """The layers whose words are computed, and the reference layers whose maps enter these words; both are drawn by the
+    nonce."""
     wide = max(a.geometry.width, b.geometry.width) > WIDE
     every, draw = blind.usable(a), np.random.default_rng([nonce, 6])
     sizes = (WIDE_LAYERS, WIDE_REFERENCES) if wide else (LAYERS, REFERENCES)
@@ -53,7 +56,7 @@ def drawn(a: Weights, b: Weights, nonce: int) -> tuple[list[int], list[int]]:
 
 
 def words(weights: Weights, layers: Sequence[int], references: Sequence[int]) -> Array:
-    """The words of every plane, [layers, planes, words]."""
+    """The words (rotation-invariant numbers) of every rotary plane, [layers, planes, words]."""
     key = f"planes {list(layers)} {list(references)}"
     if key not in weights.memo:
         maps = [blind.layer_map(weights, kind, i) for i in references for kind in (blind.ATTENTION, blind.FEED_FORWARD)]
@@ -64,7 +67,7 @@ def words(weights: Weights, layers: Sequence[int], references: Sequence[int]) ->
 
 
 def _second_moment(weights: Weights) -> Array:
-    """S: the mean outer product of unit embedding rows, [d, d]."""
+    """The matrix S: the mean outer product of unit embedding rows, [d, d]."""
     rows = np.arange(weights.geometry.vocab)
     if len(rows) > ROWS:
         rows = np.sort(np.random.default_rng(0).choice(rows, ROWS, replace=False))
@@ -91,14 +94,15 @@ def _of_layer(weights: Weights, index: int, maps: Sequence[Array], second: Array
 
 
 def agreements(a: Array, b: Array) -> tuple[int, int]:
-    """How many pairs of neighbouring planes differ alike in two models, of how many."""
+    """For how many pairs of neighbouring planes the difference of words points the same way in both models, and the
+    number of pairs."""
     one, other = (_steps(found) for found in (a, b))
     together = np.einsum("lkc,lkc->lk", one, other)
     return int((together > 0).sum()), together.size
 
 
 def _steps(found: Array) -> Array:
-    """Differences of neighbouring planes, [layers, planes / 2, words]."""
+    """The differences of words between planes 2k and 2k + 1, [layers, planes / 2, words]."""
     found = found / np.maximum(np.abs(found).mean((0, 1)), canonical.TINY)
     found = found / np.maximum(np.linalg.norm(found, axis=-1, keepdims=True), canonical.TINY)
     planes = found.shape[1]

@@ -1,4 +1,4 @@
-"""The share of each parent in a merge, with a confidence interval.
+"""Estimates the share of each parent model in a merged model, with a confidence interval.
 
 A merge is a weighted mean C = Σ wᵢ Pᵢ, Σ wᵢ = 1, in the coordinates that its parents share. Per layer only inner
 products of the models are kept, so the same pass serves every choice of child and parents:
@@ -48,7 +48,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The weights of all parents, and the unexplained part."""
+    """The estimated weights of all parents in a merge, and the part of the child that no parent explains."""
 
     shares: tuple[Share, ...]
     residual: float  # of ‖child − nearest parent‖²; 0 for an exact mean
@@ -56,12 +56,13 @@ class Shares:
 
     @property
     def is_merge(self) -> bool:
-        """Whether the child is a mean of at least two parents, and of nothing else."""
+        """Whether the child is a weighted mean of at least two of the parents, and of no other model."""
         return self.residual <= UNEXPLAINED and sum(one.low > 0.02 for one in self.shares) > 1
 
 
 def in_words(child: str, found: Shares) -> list[str]:
-    """The shares of a child in words, line by line; without numbers if the child is no mean of these parents alone."""
+    """Lines of text on the parents' shares in a child; without numbers if the child is not a mean of these parents
+    alone."""
     if found.is_merge:
         lines = [f"{one.share:7.1%}  ({one.low:.1%} to {one.high:.1%})  {one.parent}" for one in found.shares]
         lines.append(f"unexplained: {found.residual:.1%} of the distance to the nearest parent")
@@ -81,7 +82,7 @@ def in_words(child: str, found: Shares) -> list[str]:
 
 
 def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Array:
-    """Inner products of all models, [layers, models, models]; every matrix counts by its size.
+    """The inner products of all pairs of models, [layers, models, models]; each matrix is weighted by its size.
 
     Args:
         models: Models of one shape.
@@ -113,7 +114,7 @@ def _rows(models: Sequence[Weights], role: str, layer: int) -> Array:
 
 
 def _products(one: Array, other: Array, kind: type[np.floating[Any]]) -> Array:
-    """Inner products of all rows with all others, without overflow."""
+    """The inner products of every row of one array with every row of the other, without overflow."""
     sizes = [max(float(np.abs(side).max()), 1e-30) for side in (one, other)]
     left, right = (side.astype(kind) / kind(size) for side, size in zip((one, other), sizes, strict=True))
     return np.asarray(left @ right.T, np.float64) * sizes[0] * sizes[1]
@@ -147,7 +148,7 @@ def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _
 
 
 def solved(gram: Array, names: Sequence[str]) -> Shares:
-    """The shares from inner products [layers, 1 + parents, 1 + parents], the child first."""
+    """Solve for the parents' shares, given inner products [layers, 1 + parents, 1 + parents] with the child first."""
     if len(gram) < FEWEST_LAYERS:
         raise ModelError(f"{len(gram)} layers are too few for an interval; {FEWEST_LAYERS} are needed")
     nearest = 1 + int(np.argmin([_apart(gram.sum(0), 0, i) for i in range(1, gram.shape[1])]))

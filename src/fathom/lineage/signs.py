@@ -48,7 +48,7 @@ def gaps(scores: Mapping[str, float], alike: float) -> dict[str, float]:
 def suspected(
     own: Mapping[str, float], null: Mapping[str, Sequence[float]], best: float, threshold: float | None
 ) -> list[str]:
-    """The signs of a pair that a matching test calls related.
+    """The signs of tampering in a pair of models that a matching test calls related.
 
     Args:
         own: The gaps of the pair.

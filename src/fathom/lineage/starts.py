@@ -1,4 +1,4 @@
-"""Deterministic starts: weights that begin from a formula instead of random numbers.
+"""Deterministic starts: finds weights that were initialised from a formula instead of random numbers.
 
 Two strangers that begin from the identity, a Hadamard matrix or sinusoids are alike without any relation, and the tests
 assume random starts. A formula shows inside one model, and a rotation of the residual stream does not hide it:
@@ -32,7 +32,7 @@ LINES, AROUND = 6.0, 12  # a line has so many times the median power of its neig
 
 
 def found(weights: Weights) -> frozenset[str]:
-    """The families of weights that begin from a formula: embedding, attention, feed-forward."""
+    """The families of weights (embedding, attention, feed-forward) that a model initialises from a formula."""
     if "starts" not in weights.memo:
         chosen = chosen_layers(weights.geometry.layers, LAYERS)
         likeness = {
@@ -65,12 +65,12 @@ def _head_rows(weights: Weights, index: int) -> tuple[Array, Array]:
 
 
 def _together(one: Array, other: Array) -> float:
-    """1 if corresponding rows point the same way more than training makes them, else 0."""
+    """1 if corresponding rows are more parallel than training would make them, else 0."""
     return float(np.median(np.abs(np.einsum("ij,ij->i", unit_rows(one), unit_rows(other)))) >= TOGETHER)
 
 
 def _resemblance(weights: Weights, layers: Sequence[int], roles: Sequence[str]) -> float:
-    """The median z of the stored matrices of some layers, with the formula that they resemble most."""
+    """The median z, over some layers' stored matrices, of their similarity to the formula that they resemble most."""
     known = [(role, i) for i in layers for role in roles if weights.has(role, i)]
     found = [weights.tensor(*place, slice(0, CORNER))[:, :CORNER] for place in known]
     tables = [np.abs([_z(matrix, make(*matrix.shape)) for matrix in found]) for make in (np.eye, _hadamard)]
@@ -83,7 +83,7 @@ def _z(matrix: Array, formula: Array) -> float:
 
 
 def _hadamard(rows: int, columns: int) -> Array:
-    """Entry (i, j) is -1 to the number of bits that i and j share."""
+    """A Hadamard matrix: entry (i, j) is (−1)ⁿ, where n is the number of bits set in both i and j."""
     shared = np.arange(rows)[:, None] & np.arange(columns)
     for step in (8, 4, 2, 1):  # parity of the bits
         shared ^= shared >> step
@@ -91,13 +91,14 @@ def _hadamard(rows: int, columns: int) -> Array:
 
 
 def _likeness(one: Array, other: Array) -> float:
-    """The share of corresponding rows that point the same way; rows of zeros do not count."""
+    """The share of corresponding rows that are parallel; zero rows do not count."""
     cosines = np.abs(np.einsum("ij,ij->i", unit_rows(one), unit_rows(other)))
     return float(np.mean(cosines[cosines > 0] > ALIKE)) if (cosines > 0).any() else 0.0
 
 
 def lines(weights: Weights) -> float:
-    """The power of the embedding over row numbers at its sharpest line, compared with its neighbours."""
+    """The embedding's spectrum over row numbers: the power of its sharpest peak relative to neighbouring
+    frequencies."""
     rows = min(weights.geometry.vocab, ROWS)
     if rows < 8 * AROUND:
         return 0.0

@@ -76,7 +76,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class Merge:
-    """A model that is a mean of two others, which are its parents."""
+    """A model that is a weighted mean of two other models, which are its parents."""
 
     child: str
     found: Shares
@@ -90,7 +90,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Family:
-    """Related models: the tree of those that are no merges, and the merges."""
+    """A family of related models: the tree of those that are not merges, and the merges."""
 
     models: tuple[str, ...]
     edges: tuple[Edge, ...]
@@ -147,21 +147,23 @@ def grouped(count: int, edges: Sequence[Place]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Step:
-    """How far two models are apart: squared distances by layer if they are in one order, else scores by layer."""
+    """The distance of two models: squared distances by layer if their weights are in the same order, else scores by
+    layer."""
 
     layers: Array
     near: bool  # in one order
     reshaped: float = 0.0  # what another shape adds
 
     def drift(self, at: Array | slice = slice(None)) -> float:
-        """In units of the weights' own size, of all layers or of some, given by relative depth."""
+        """The drift between two models in units of the weights' size, over all layers or over those at some relative
+        depths."""
         some = self.layers[at if isinstance(at, slice) else (at * len(self.layers)).astype(int)]
         return math.sqrt(float(some.mean())) if self.near else _drift(float(some.mean())) + self.reshaped
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What was measured on all models: pairs, the p-values of those that are related, distances, and merges."""
+    """All measurements of a group of models: pairs, the p-values of related pairs, distances, and merges."""
 
     models: Sequence[Weights]
     pairs: Mapping[Place, Pair]
@@ -170,7 +172,7 @@ class _Known:
     merges: Sequence[Merge]
 
     def space(self, *members: int) -> Space | None:
-        """The space in which some models are in one order."""
+        """The `Space` in which all these models have their weights in the same order; None if there is none."""
         return next((s for s in self.spaces if all(s.together(members[0], other) for other in members[1:])), None)
 
     def step(self, place: Place) -> Step:
@@ -185,7 +187,7 @@ class _Known:
 
 
 def _family(known: _Known, group: Sequence[int], groups: Sequence[Sequence[int]], seed: int, progress: Told) -> Family:
-    """The tree of one group of models; the others are strangers."""
+    """The tree of one group of related models; models of other groups serve as unrelated controls."""
     models, pairs = known.models, known.pairs
     names = tuple(models[i].name for i in group)
     merged = tuple(merge for merge in known.merges if merge.child in names)
@@ -213,7 +215,7 @@ def _family(known: _Known, group: Sequence[int], groups: Sequence[Sequence[int]]
 def _may_come_from(
     known: _Known, merge: Merge, place: Place, chosen: Sequence[Place], steps: Mapping[Place, Step]
 ) -> bool:
-    """Whether an end of an edge may come from a merge that is nearer than the other end."""
+    """Whether one end of an edge may have been trained from a merge that is nearer to it than the edge's other end."""
     child, parents = known.number(merge.child), [known.number(name) for name in merge.parents]
     for end, other in (place, place[::-1]):
         between = steps.get((min(child, end), max(child, end)))
@@ -233,7 +235,8 @@ def _may_come_from(
 
 
 def _root(known: _Known, chosen: Sequence[Place], edges: Sequence[Edge]) -> tuple[str, ...]:
-    """The first model of a tree, if its neighbours' places show it, with those whose weights are all but the same."""
+    """The root of a tree, if the positions of its neighbours show it, along with models whose weights are almost the
+    same."""
     ways: dict[int, list[int]] = {}  # neighbours that may have come before or after a model
     same: dict[int, list[int]] = {}
     unclear = set()
@@ -268,7 +271,7 @@ def _forks(known: _Known, at: int, others: Sequence[int]) -> bool:
 
 
 def _towards(ways: Mapping[int, Sequence[int]], at: int, goal: int) -> int | None:
-    """The neighbour through which a way leads to another model."""
+    """The neighbour of a model through which a path leads to another model; None if there is no path."""
     seen, front = {goal}, [goal]
     while front:
         step = front.pop()
@@ -291,7 +294,7 @@ def _experts(weights: Weights) -> int:
 
 
 def _curve(pair: Pair) -> Array:
-    """Scores of the layers by the best alignment; layers without a partner count 0."""
+    """The scores of the layers by the best alignment; layers without a partner count as 0."""
     if pair.best is None:
         return np.zeros(1)
     found = pair.scores[pair.best].per_layer
@@ -303,21 +306,23 @@ def _drift(score: float) -> float:
 
 
 def spanning(group: Sequence[int], *drifts: Mapping[Place, float]) -> list[Place]:
-    """The edges of the tree with the smallest total drift, nearest first (Kruskal); those of the first table before
-    those of the next."""
+    """The edges of the tree with the smallest total drift (Kruskal); edges from the first table of drifts take
+    precedence over those from the next."""
     parts = DisjointSet(group)
     return [p for some in drifts for p in sorted(some, key=lambda p: (some[p], p)) if parts.merge(*p)]
 
 
 def _spanning(group: Sequence[int], steps: Mapping[Place, Step], at: Array | slice = slice(None)) -> list[Place]:
-    """The tree of models in one order, joined to those in another."""
+    """The tree of a group of models: those with weights in the same order are joined first, then joined to the
+    others."""
     return spanning(group, *({p: s.drift(at) for p, s in steps.items() if s.near == near} for near in (True, False)))
 
 
 def supports(
     group: Sequence[int], steps: Mapping[Place, Step], chosen: Sequence[Place], seed: int
 ) -> dict[Place, float]:
-    """How often each edge is in the tree when layers are resampled, at the same relative depths for all pairs."""
+    """How often each edge of a tree is in the tree again when layers are resampled, at the same relative depths for all
+    pairs."""
     draw, found = np.random.default_rng(seed), dict.fromkeys(chosen, 0)
     depth = max(len(step.layers) for step in steps.values())
     for _ in range(DRAWS):
@@ -328,7 +333,7 @@ def supports(
 
 
 def _merges(models: Sequence[Weights], space: Space) -> list[Merge]:
-    """Models that are means of two others."""
+    """The models of a space that are weighted means of two others."""
     names, out = [models[i].name for i in space.models], []
     few = len(names) < 3 or len(space.gram) < shares.FEWEST_LAYERS or _experts(models[space.models[0]]) > 1
     for child in range(0 if few else len(names)):
@@ -350,7 +355,7 @@ def _mean(gram: Array, child: int, parents: Place, names: Sequence[str]) -> Shar
 
 
 def drawn(found: Tree, width: int = 80) -> str:
-    """The trees as text, at most `width` columns."""
+    """The family trees as text, at most `width` columns wide."""
     lines: list[str] = []
     for number, family in enumerate(found.families):
         if len(family.models) == 1:
@@ -389,7 +394,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def roots(family: Family) -> list[str]:
-    """Where to start drawing, once for each connected part: a source without a source, with the most neighbours."""
+    """The models at which to start drawing, one for each connected part: preferably the root, else a model that was
+    made from no other and has the most neighbours."""
     made = {edge.direction.made for edge in family.edges}
     source = {edge.direction.source for edge in family.edges}
     neighbours = {m: sum(m in (e.a, e.b) for e in family.edges) for m in family.models}

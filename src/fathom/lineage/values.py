@@ -1,4 +1,5 @@
-"""Value channels of attention in two models, paired by what they read and by what they write.
+"""Pairs value channels of attention in two models by what they read from the residual stream and by what they write to
+it.
 
 A value channel reads by a row of W_V and writes by its column of W_O, added up over the query heads that share it.
 Within a head every order of the channels computes the same, so training gives none a place of its own: models that
@@ -30,13 +31,14 @@ WIDEST = 1536  # most channels of a layer whose singular directions are found to
 
 
 def bases(*models: Weights) -> list[int]:
-    """The ways in which the channels of some models are compared."""
+    """The bases in which the value channels of some models are compared: as stored, singular vectors of each head, and
+    of the layer if it is small."""
     sizes = [min(g.width, (g.heads if g.latent else g.kv_heads) * g.head_dim) for g in (w.geometry for w in models)]
     return [STORED, HEADS, LAYER] if max(sizes) <= WIDEST else [STORED, HEADS]
 
 
 def in_frame(weights: Weights, index: int, frame: Frame, basis: int = STORED) -> Neurons:
-    """The value channels of one layer; those without effect are removed.
+    """The value channels of one layer in a frame; channels without effect are removed.
 
     Args:
         weights: A model.
@@ -60,7 +62,8 @@ def in_frame(weights: Weights, index: int, frame: Frame, basis: int = STORED) ->
 
 
 def _singular(read: Array, write: Array) -> tuple[Array, Array]:
-    """The singular vectors of Σ o vᵀ of each head, [heads, D, d] to [heads · D, d]; sizes are in the outputs."""
+    """The singular vectors of Σ o vᵀ of each head, as input and output rows [heads · D, d]; the output rows are scaled
+    by the singular values."""
     (q, r), (p, t) = (np.linalg.qr(side.swapaxes(1, 2)) for side in (write, read))  # [heads, d, D], [heads, D, D]
     left, size, right = np.linalg.svd(r @ t.swapaxes(1, 2))
     written = (q @ left * size[:, None]).swapaxes(1, 2)
@@ -70,5 +73,6 @@ def _singular(read: Array, write: Array) -> tuple[Array, Array]:
 
 
 def chance(weights: Weights) -> float:
-    """The share of channels that strangers may pair alike: the strongest three of each head may be learned alike."""
+    """The share of channels that unrelated models may pair by chance: the three strongest of each head, which training
+    can make similar."""
     return 3 / max(weights.geometry.latent[2] if weights.geometry.latent else weights.geometry.head_dim, 2)

@@ -1,4 +1,5 @@
-"""The verdict: a label, its meaning, other possible explanations, and the reasons. When in doubt, it claims less.
+"""The verdict of a comparison: a label, its meaning, other possible explanations, and the reasons. When in doubt, it
+claims less.
 
 Identical weights are reported as such. "Shared lineage" needs a significant matching test of the layers' own weights, a
 score that no control reaches, and a share of the training that neither a shared initialisation nor a shared order of
@@ -108,7 +109,7 @@ class Findings:
 
 @dataclass
 class Verdict:
-    """The verdict: a label, sentences for a reader, and the reasons."""
+    """The verdict of a comparison: a label, sentences for a reader, and the reasons."""
 
     label: str
     sentence: str  # the finding
@@ -122,7 +123,8 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """0 no evidence, 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage."""
+        """The exit code: 0 no evidence, 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or
+        lineage."""
         return EXIT_CODES[self.label]
 
 
@@ -149,7 +151,7 @@ def decide(found: Findings) -> Verdict:
 
 
 def _alternatives(label: str, found: Findings, void: bool) -> tuple[str, ...]:
-    """Explanations that the evidence leaves open."""
+    """Other explanations than shared lineage that the evidence does not exclude."""
     known = found.inherited is not None and found.inherited.margin >= 0
     if label == INITIALISATION and known:  # a seed alone does not explain the training that both have
         return ALTERNATIVES[label][1:]
@@ -181,14 +183,15 @@ def _label(found: Findings, p: float, void: bool) -> tuple[str, list[str]]:
 
 
 def _witness(found: Findings) -> list[str]:
-    """What the plane words say where nothing decides."""
+    """A remark if T6 is significant, for verdicts that no matching test decides: attention acts alike in both
+    models."""
     told = any(test.name.startswith("T6") and test.p <= WITNESS for test in found.tests)
     what = "evidence of a shared function, but of no shared weights: hidden-state distillation is not excluded"
     return [f"the rotary planes of attention act alike (T6): {what}"] if told else []
 
 
 def _doubts(found: Findings, void: bool) -> list[str]:
-    """Reasons for which the absence of evidence acquits nobody."""
+    """Reasons why finding no evidence does not show that the models are unrelated."""
     doubts = {
         "both models begin from a deterministic start, which makes strangers alike: its tests do not count": void,
         "too few shared strings to align by the embedding": found.low_overlap,
@@ -199,7 +202,7 @@ def _doubts(found: Findings, void: bool) -> list[str]:
 
 
 def _related(found: Findings, above: bool, reasons: list[str]) -> tuple[str, list[str]]:
-    """The label if a matching test is significant."""
+    """The label and the reasons if a matching test is significant."""
     if found.families <= {"embedding"}:
         return EMBEDDING, [*reasons, "no matching test of a layer's own weights is significant"]
     missing = found.families_tested - found.families
@@ -217,7 +220,7 @@ def _related(found: Findings, above: bool, reasons: list[str]) -> tuple[str, lis
 
 
 def _kept(inherited: Inherited | None) -> str:
-    """The shared part of the training, in words."""
+    """A sentence on how much of what training added both models share."""
     if inherited is None or math.isinf(inherited.bar):
         return (
             "too little training is to be seen in these weights, or their channels are not aligned, to tell a lineage "
@@ -244,7 +247,8 @@ def _sentence(label: str, found: Findings) -> str:
 
 
 def _fact(tests: Sequence[Test]) -> str:
-    """The simplest significant finding: paired channels if there are any, then neurons."""
+    """A sentence on the significant finding that is easiest to explain: paired channels if there are any, else
+    neurons."""
     sure = [test for test in tests if test.matches and test.corrected <= ALPHA and not test.void]
     channels = [test for test in sure if "channels" in test.detail]
     if channels:
@@ -269,7 +273,7 @@ def _fact(tests: Sequence[Test]) -> str:
 
 
 def _sure(label: str, found: Findings) -> str:
-    """The certainty of the verdict, and its basis."""
+    """A sentence on how certain the verdict is, and what this certainty rests on."""
     if found.identical is not None and found.identical.whole:
         return "Every number was compared; no statistics are needed."
     if label == NONE:

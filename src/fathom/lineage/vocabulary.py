@@ -1,4 +1,4 @@
-"""The string of bytes that each row of an embedding represents.
+"""Converts tokenizers' vocabularies: finds the string of bytes that each row of an embedding represents.
 
 Tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). All are converted to bytes, so that rows of two
 models can be paired by their strings.
@@ -30,7 +30,7 @@ _ALPHABET = byte_letters()
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
-    """The bytes of a vocabulary entry."""
+    """The string of bytes that a vocabulary entry stands for."""
     if byte_level and all(char in _ALPHABET for char in piece):
         return bytes(_ALPHABET[char] for char in piece)
     if found := _BYTE_PIECE.fullmatch(piece):
@@ -80,7 +80,7 @@ def _is_byte_level(table: object) -> bool:
 
 
 def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
-    """A tiktoken text file (base64, rank per line) or a sentencepiece protocol buffer."""
+    """Read a vocabulary from a tiktoken text file (base64, rank per line) or a sentencepiece protocol buffer."""
     try:
         lines = [line.split() for line in raw.decode("ascii").splitlines() if line]
         return {base64.b64decode(text, validate=True): int(rank) for text, rank in lines}
@@ -92,13 +92,13 @@ def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
 
 
 def _readable(raw: bytes) -> Iterator[tuple[int, object]]:
-    """The fields of a message up to the first byte that does not parse."""
+    """The fields of a protocol buffer message, up to the first byte that does not parse."""
     with suppress(ValueError):
         yield from message_fields(raw)
 
 
 def _sentencepieces(raw: bytes) -> Iterator[tuple[str, int]]:
-    """Pieces with their types (1 normal, 6 byte; the others are control entries)."""
+    """The pieces of a sentencepiece model with their types (1 normal, 6 byte; all other types are control entries)."""
     for number, message in _readable(raw):
         if number == 1 and isinstance(message, bytes):
             entry = dict(_readable(message))
@@ -122,19 +122,20 @@ def from_pieces(pieces: Iterable[str], byte_level: bool) -> dict[bytes, int]:
 
 
 def rows_as_strings(rows: int) -> dict[bytes, int]:
-    """Row numbers instead of strings, for models without a tokenizer."""
+    """A vocabulary of row numbers in place of strings, for models without a tokenizer."""
     return {b"#%d" % row: row for row in range(rows)}
 
 
 def string_hash(text: bytes, key: bytes = b"fathom") -> int:
-    """A 64-bit keyed hash of a string, which determines the order of choice, equal on every machine."""
+    """A 64-bit keyed hash of a string, equal on every machine; strings are chosen in the order of their hashes."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
 
 
 def shared_rows(
     a: Vocabulary, b: Vocabulary, rows_a: int, rows_b: int, limit: int = SHARED_LIMIT
 ) -> tuple[Array, Array]:
-    """Row numbers in A and B of common strings, at most `limit`: whole blocks of A's rows, chosen by hash."""
+    """Row numbers in A and B of strings that both vocabularies contain, at most `limit`: whole blocks of A's rows,
+    chosen by hash."""
     shared = [text for text, row in a.items() if row < rows_a and b.get(text, rows_b) < rows_b]
     if len(shared) > limit:
         # in blocks of neighbours, so that a sample is read in long runs
@@ -157,7 +158,8 @@ def anchors(vocabulary: Vocabulary, rows: int, count: int) -> list[bytes]:
 
 
 def rarest(vocabulary: Vocabulary, rows: int, count: int) -> list[int]:
-    """The rows of the tokens that a byte-pair tokenizer made last, of the earliest first: HuRef's own anchors.
+    """HuRef's own anchors: the embedding rows of the `count` tokens that a byte-pair tokenizer created last, in order
+    of creation.
 
     HuRef counts tokens on Wikipedia and takes each model's 4,096 rarest. A byte-pair tokenizer makes the rarest last.
     """

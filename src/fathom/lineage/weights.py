@@ -1,4 +1,4 @@
-"""A model's weights by role and layer, read from disk or over the network one tensor at a time.
+"""Access to a model's weights by role and layer, read from disk or over the network one tensor at a time.
 
     weights = open_weights("org/name@revision")
     weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
@@ -46,7 +46,8 @@ WIDE_GAINS = frozenset({"attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_nor
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where a role's values are stored: a tensor, some of its rows, and whether it is stored as (in, out)."""
+    """Where a role's values are stored: the tensor, the rows in it, and whether it is stored transposed as (in,
+    out)."""
 
     tensor: str
     rows: tuple[tuple[int, int], ...] | None = None
@@ -63,7 +64,7 @@ Pieces = Mapping[str, tuple[tuple[int, int], ...] | None]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The shape of a model: the properties besides its tensors."""
+    """The sizes and architecture options of a model, that is, everything about it except the tensors."""
 
     layers: int
     width: int
@@ -111,17 +112,17 @@ class Weights:
 
     @property
     def origin(self) -> Origin:
-        """The object that reads the files, and counts what it read."""
+        """The object that reads the model's files, and counts the bytes read."""
         return self.store.origin
 
     @property
     def origins(self) -> list[Origin]:
-        """All origins, including an adapter's own."""
+        """The origins of the model's files, and of the adapter's files if there is one."""
         return [self.origin, *([self.store.adapter.origin] if isinstance(self.store, AdapterStore) else [])]
 
     @property
     def keyed(self) -> list[int]:
-        """The layers with attention: all, but in a hybrid model."""
+        """The indices of the layers with attention: all layers, except in a hybrid model."""
         return [i for i in range(self.geometry.layers) if self.has("q", i)]
 
     @property
@@ -136,7 +137,8 @@ class Weights:
         return (role, layer) in self.views or (role == "q" and ("q_b", layer) in self.views)
 
     def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None, expert: int = 0) -> Array:
-        """One role's tensor, (out, in), float32 (float64 if stored so); gains include their offset of 1, if any.
+        """The tensor of a role, (out, in), as float32 (float64 if stored so); norm gains include the offset of 1 that
+        some models add.
 
         Args:
             role: See `layouts`.
@@ -153,12 +155,13 @@ class Weights:
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
 
     def stored(self, role: str, layer: int | None, rows: slice, expert: int = 0) -> Array:
-        """Rows of one role's tensor as they are stored: no offset is added, and no value replaced."""
+        """Rows of a role's tensor exactly as they are stored: no offset is added, and unusable values are not
+        replaced."""
         view = self.views[role, layer]
         return self._stored(_of_expert(view, expert) if expert else view, rows)
 
     def _usable(self, name: str, values: Array) -> Array:
-        """The values, with unusable ones replaced by 0 and counted in `unusable`."""
+        """The values, with those that are not finite or too large replaced by 0 and counted in `unusable`."""
         if not values.size or max(float(values.max()), -float(values.min())) <= LARGEST:  # false for NaN
             return values
         good = np.abs(values) <= LARGEST
@@ -179,7 +182,8 @@ class Weights:
         return values if rows is None else values[rows]
 
     def _latent(self, role: str, layer: int | None) -> Array:
-        """MLA composed: q rows are heads × (no-RoPE, RoPE); k rows are heads × no-RoPE, then the shared RoPE rows."""
+        """Multi-head latent attention's low-rank factors multiplied out: q rows are heads × (no-RoPE, RoPE); k rows are
+        heads × no-RoPE, then the shared RoPE rows."""
         assert self.geometry.latent is not None
         plain, rotary, value, rank = self.geometry.latent
         if role == "q":
@@ -204,7 +208,8 @@ class Weights:
         return count
 
     def router(self, index: int) -> Array | None:
-        """The rows that choose among the experts of a layer, [E, d]; None if no single tensor beside them is one."""
+        """The router of a layer, [E, d], found by its shape; None unless exactly one tensor next to the experts has
+        this shape."""
         down = self.views["down", index].tensor
         beside = down.partition(".experts.")[0] if ".experts." in down else down.rsplit(".", 2)[0]
         shape = (self.experts(index), self.geometry.width)
@@ -221,15 +226,15 @@ class Weights:
         return shape[1] if view.transposed else shape[0]
 
     def layer(self, index: int, roles: tuple[str, ...]) -> Layer:
-        """The given roles that the layer has, with their biases."""
+        """The tensors of those of the given roles that the layer has, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
         return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
 
 
 @contextmanager
 def holding(*models: Weights) -> Iterator[None]:
-    """Within this context, no byte of small models is read twice, nor any byte of remote ones: memory caches files,
-    temporary files cache downloads."""
+    """A context in which no byte of a small or remote model is read twice: memory caches files, and temporary files
+    cache downloads."""
     local = sum(model.file_bytes for model in models) <= SMALL_BYTES
     origins = [origin for model in models for origin in model.origins]
     remote = {id(origin): not isinstance(origin, LocalOrigin) for origin in origins}
@@ -247,14 +252,14 @@ EXPERT = ".experts.0."
 
 
 def _of_expert(view: TensorView, expert: int) -> TensorView:
-    """The view of the same role in another expert."""
+    """The same view for another expert."""
     if view.item is not None:
         return replace(view, item=expert)
     return replace(view, tensor=view.tensor.replace(EXPERT, f".experts.{expert}."))
 
 
 def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tuple[int, int]]:
-    """Row ranges of the stored tensor for some rows of a view."""
+    """The row ranges of a stored tensor that correspond to some rows of a view."""
     if isinstance(rows, slice) and ranges is None:
         start, stop, step = rows.indices(total)
         if step == 1:
@@ -317,7 +322,8 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None) -> Weight
 def resolve(
     name: str, store: TensorStore, config: Mapping[str, object], words: Callable[[], dict[bytes, int] | None]
 ) -> Weights:
-    """Assign every tensor its role; what names leave open is read from the config and checked against shapes."""
+    """Assign a role to every tensor; what the tensor names leave open is read from the config and checked against
+    shapes."""
     config = _decoder_config(config)
     names = store.tensors
     prefix, stack = layouts.locate(names, str(config.get("model_type", "")))
@@ -339,7 +345,7 @@ def resolve(
 
 
 def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The decoder's block of a multimodal config, checked."""
+    """The decoder's section of a multimodal config (or the whole config of any other model), checked."""
     if not isinstance(config.get("model_type", ""), str):
         raise ModelError(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
@@ -377,7 +383,7 @@ def _ends(names: Mapping[str, TensorInfo], prefix: str, stack: layouts.Stack) ->
 
 
 class _Roles:
-    """The views of a checkpoint's tensors by role, and the sizes that its config gives."""
+    """Collects the views of a checkpoint's tensors by role, and the sizes that the checkpoint's config states."""
 
     def __init__(
         self, names: Mapping[str, TensorInfo], config: Mapping[str, object], prefix: str, stack: layouts.Stack
@@ -416,7 +422,7 @@ class _Roles:
         return _number(self.config, *names) or (_number(nested, "kv_n_heads") if isinstance(nested, Mapping) else None)
 
     def _latent(self) -> tuple[int, int, int, int] | None:
-        """The sizes of latent attention, as in `Geometry`."""
+        """The head sizes and rank of multi-head latent attention, as in `Geometry`; None without it."""
         rank = _number(self.config, "kv_lora_rank")
         if rank is None:
             return None
@@ -448,7 +454,8 @@ class _Roles:
                     self.views["ffn_norm" + suffix, index] = self.views["attn_norm" + suffix, index]
 
     def _add(self, module: str, role: str, kind: str, index: int) -> None:
-        """Add the views of one module: one for a plain role, two or three for a fused one; the same for biases."""
+        """Add the views of one module: one view for a plain role, two or three for a fused role; likewise for its
+        biases."""
         for suffix, part in (("", "weight"), ("_bias", "bias")):
             tensor = parameter(self.names, module, part)
             if tensor is None:
@@ -473,7 +480,7 @@ class _Roles:
                 self.views[name + suffix, index] = TensorView(tensor, rows, conv1d, item)
 
     def _cut_experts(self, role: str, tensor: str, shape: tuple[int, ...]) -> Pieces:
-        """Rows of gate and up in a stack of experts, each of shape (out, in)."""
+        """The row ranges of gate and up in a stack of experts, each of shape (out, in)."""
         if role != "gate_up":
             return {role: None}
         out, inner = shape
@@ -484,7 +491,7 @@ class _Roles:
         return _halves(out)
 
     def _cut_gate(self) -> Pieces:
-        """Row ranges of q and of the gate of attention's output, by turns for each head."""
+        """The row ranges of q and of the attention's output gate, which alternate head by head in one projection."""
         dim = self.head_dim
         starts = {"q": 0, "q_gate": dim}
         return {
@@ -493,7 +500,7 @@ class _Roles:
         }
 
     def _cut_qkv(self, out: int, module: str) -> Pieces:
-        """Row ranges of q, k and v inside a fused projection."""
+        """The row ranges of q, k and v inside a fused projection."""
         heads, dim = self.heads, self.head_dim
         kv_heads = heads if self.packing == "head" else self.kv_heads
         if out != (heads + 2 * kv_heads) * dim:

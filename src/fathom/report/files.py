@@ -78,13 +78,14 @@ def claimed(directory: Path, busy: str, kind: type[FathomError]) -> Iterator[Non
 
 
 def require_directory(directory: Path, kind: type[FathomError]) -> None:
-    """Refuse a directory that cannot be created or written; a new one is removed again."""
+    """Refuse a directory that cannot be created or written; a directory that is created for this check is removed
+    again."""
     with claimed(directory, ": another process is using it", kind):
         pass
 
 
 def _native(path: Path) -> BaseFileLock | None:
-    """The system's lock; None if the file system has no locks."""
+    """Take the operating system's lock on a file; None if the file system has no locks."""
     taken = FileLock(path)
     try:
         with warnings.catch_warnings():
@@ -135,7 +136,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def as_usual(path: Path) -> None:
-    """Give a file the permissions of any other new file there (the umask's): safetensors makes it the owner's alone."""
+    """Give a file the permissions that the umask gives any new file in its directory, because safetensors makes files
+    readable by their owner only."""
     usual = path.with_name(f".{path.name}.{os.getpid()}.mode")
     usual.touch()
     try:
@@ -145,7 +147,7 @@ def as_usual(path: Path) -> None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write a result, or a container of results, to a JSON file, atomically; missing folders are created."""
+    """Write a result dataclass, or a container of them, to a JSON file atomically; missing folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(asdict(value), indent=1, ensure_ascii=False) + "\n"
     named = re.search("[\ud800-\udfff]", text)  # by a file whose name is not UTF-8
@@ -164,7 +166,7 @@ def read_json(path: Path) -> Any:
 
 
 def asdict(value: object) -> Any:
-    """A result, or a container of results, as plain JSON values."""
+    """Convert a result dataclass, or a container of such results, to plain JSON values."""
     if dataclasses.is_dataclass(value):
         value = {key_of(field): getattr(value, field.name) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -179,7 +181,8 @@ def asdict(value: object) -> Any:
 
 
 def key_of(field: dataclasses.Field[Any]) -> str:
-    """The JSON key of a result's field. A field named after a Python keyword, such as `from_`, loses its underscore."""
+    """The JSON key of a dataclass field of a result. A field named after a Python keyword, such as `from_`, loses its
+    underscore."""
     return field.name.rstrip("_")
 
 

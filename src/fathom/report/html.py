@@ -27,7 +27,8 @@ def page(title: str, verdict: str, *blocks: str) -> str:
 
 
 def clauses(verdict: str, names: Iterable[str]) -> str:
-    """A long verdict with each clause on a line of its own; one that begins with a name has no capital letter.
+    """A long verdict with each clause on a line of its own, beginning with a capital unless it begins with one of
+    `names`.
 
     A clause ends outside of brackets.
     """
@@ -37,7 +38,7 @@ def clauses(verdict: str, names: Iterable[str]) -> str:
 
 
 def section(heading: str, *blocks: str) -> Markup:
-    """A heading and its blocks; empty if there are no blocks."""
+    """A section of a heading and blocks; empty if there are no blocks."""
     shown = list(filter(None, blocks))
     return macro("section", BLOCKS, heading, shown) if shown else Markup()
 
@@ -48,7 +49,7 @@ def paragraph(text: str, quiet: bool = False) -> Markup:
 
 
 def quotation(text: str) -> Markup:
-    """A text as it is, with its line breaks."""
+    """A quoted text, shown unchanged and with its line breaks."""
     return macro("quotation", BLOCKS, text)
 
 
@@ -58,7 +59,7 @@ def bullets(items: Sequence[str]) -> Markup:
 
 
 def commands(lines: Sequence[str]) -> Markup:
-    """Commands to copy, one a line; empty without any."""
+    """Commands for the reader to copy, one on each line; empty if there are none."""
     return macro("commands", BLOCKS, lines) if lines else Markup()
 
 
@@ -70,7 +71,7 @@ def link(text: str, path: str) -> Markup:
 def table(
     caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = (), note: str = ""
 ) -> Markup:
-    """A table whose first column is its row headers, and a note below it; empty without rows.
+    """A table whose first column holds row headers, with a note below it; empty if there are no rows.
 
     The columns in `prose` wrap. Wide tables scroll sideways.
     """
@@ -80,7 +81,7 @@ def table(
 
 
 def figure(title: str, picture: str, caption: str = "") -> Markup:
-    """A plot with its title and caption; empty without a plot."""
+    """A plot with its title and caption; empty if there is no plot."""
     return macro("figure", BLOCKS, title, picture, caption) if picture else Markup()
 
 
@@ -94,7 +95,8 @@ def plot(
     x_from_zero: bool = True,
     top: float | None = None,
 ) -> Markup:
-    """Curves as a figure, with its title and `words` for a screen reader; the rest as in `line_plot`."""
+    """A figure of curves, with a title and the description `words` for a screen reader; other arguments are those of
+    `line_plot`."""
     return figure(title, line_plot(lines, *axes, f"{title}: {words}", zero, x_from_zero, top), caption)
 
 
@@ -105,7 +107,7 @@ def figures(*items: str) -> Markup:
 
 
 def legend(names: Sequence[str]) -> Markup:
-    """The legend: names in the order of the plots' colours and dashes."""
+    """The legend of several plots: names in the order of the plots' colours and dashes."""
     return macro("legend", BLOCKS, [(name, i % SERIES, DASHES[i % len(DASHES)]) for i, name in enumerate(names)])
 
 
@@ -115,12 +117,12 @@ def details(summary: str, text: str) -> Markup:
 
 
 def facts(label: str, values: Mapping[str, str]) -> Markup:
-    """Facts by their names, one a line."""
+    """A list of named facts, one on each line."""
     return macro("facts", BLOCKS, label, values)
 
 
 def source(report: Provenance) -> Markup:
-    """Where a report's numbers come from, one fact a line."""
+    """A list of facts on where a report's numbers come from (command, date, commit, machine), one on each line."""
     return facts("Provenance", report.facts())
 
 

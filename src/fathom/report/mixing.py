@@ -7,7 +7,8 @@ from numpy.typing import NDArray
 
 
 def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: every bit of the input reaches every bit of the output."""
+    """SplitMix64's finaliser, a bijective hash of 64-bit integers: every bit of the input affects every bit of the
+    output."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

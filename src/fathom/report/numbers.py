@@ -7,7 +7,8 @@ DASH = "–"
 
 
 def signed(value: float, half_width: float | None = None) -> str:
-    """A difference, and its interval where there is one: `−0.0210 ± 0.0300`."""
+    """A difference as text with its sign, followed by the half-width of its interval if there is one: `−0.0210 ±
+    0.0300`."""
     width = "" if half_width is None else f" ± {half_width:.4f}"
     return f"{value:+.4f}{width}".replace("-", "−")
 

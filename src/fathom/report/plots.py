@@ -35,7 +35,7 @@ Pairs = Collection[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Line:
-    """A curve, with a band around it where `low` and `high` are given."""
+    """A curve, with a band around it if `low` and `high` are given."""
 
     name: str
     x: Sequence[float]
@@ -52,7 +52,7 @@ class Line:
 
 @dataclass(frozen=True)
 class IntervalMark:
-    """A point with its interval; without one, a point."""
+    """A point with its confidence interval; only a point if it has none."""
 
     name: str
     value: float
@@ -62,7 +62,7 @@ class IntervalMark:
 
     @property
     def words(self) -> str:
-        """The numbers as text, for a screen reader."""
+        """The value and its interval as text, for a screen reader."""
         if self.low is None or self.high is None:
             return f"{self.value:+.4f}, no interval"
         return f"{self.value:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}"
@@ -70,14 +70,14 @@ class IntervalMark:
 
 @dataclass(frozen=True)
 class Axis:
-    """The label of a side of a matrix, and the number of each row or column."""
+    """The label of one side of a matrix plot, and the number of each row or column."""
 
     name: str
     numbers: Sequence[int]
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """About `count` round numbers between two others."""
+    """About `count` round numbers between `low` and `high`, for the ticks of an axis."""
     if not high > low:
         return [low]
     raw = (high - low) / count
@@ -89,12 +89,12 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def ends(lines: Iterable[Line], form: str) -> str:
-    """Where curves end, in words."""
+    """A description in words of the values at which curves end."""
     return "; ".join(f"{line.name} ends at {line.y[-1]:{form}}" for line in lines)
 
 
 def reach(lines: Iterable[Line], form: str) -> str:
-    """Where curves begin and end, in words."""
+    """A description in words of the values at which curves begin and end."""
     return "; ".join(f"{line.name} from {line.y[0]:{form}} to {line.y[-1]:{form}}" for line in lines)
 
 
@@ -148,7 +148,8 @@ def line_plot(
 
 
 def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: str, line: float = 0.0) -> Markup:
-    """One row per interval, and a vertical line at `line`: no difference, or the expected value."""
+    """A plot with one row for each interval, and a vertical line at `line` that marks no difference or the expected
+    value."""
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
     low, high = _range([*values, line])
     frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
@@ -173,8 +174,8 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
 
 
 def _right_of(at: float, frame: _Frame, names: Sequence[str]) -> bool:
-    """Whether all names stand to the right of the line: where they do not fit to its left, and there is more room. No
-    name crosses the line."""
+    """Whether all names are placed to the right of the vertical line: this is so if they do not fit to its left, and
+    its right has more room. No name crosses the line."""
     left, right = at - frame.left, frame.right - at
     return max(map(width_of, names), default=0.0) > left and right > left
 
@@ -185,12 +186,12 @@ def width_of(text: str) -> float:
 
 
 def fitted(text: str, room: float) -> str:
-    """A name that fits into so much room, shortened at its end."""
+    """A name, shortened at its end if it is wider than `room`."""
     return text if width_of(text) <= room else text[: max(1, int(room / LETTER) - 2)] + "…"
 
 
 def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outlined: Pairs, description: str) -> Markup:
-    """A matrix of shares as cells, from no colour at 0 to full colour at 1.
+    """A plot of a matrix of shares (0 to 1), whose cells range from no colour at 0 to full colour at 1.
 
     Args:
         values: `[rows, columns]`; below 0 counts as 0.
@@ -222,12 +223,12 @@ def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outli
 
 
 def every(count: int, most: int = 8) -> list[int]:
-    """Indices to label: at most `most` of `count`, evenly spaced."""
+    """The indices of ticks to label: at most `most` of `count`, evenly spaced."""
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
 def svg_file(plot: Markup) -> str:
-    """A plot as a file of its own, which documentation can show: with a namespace, its colours and a background."""
+    """A plot as an SVG file of its own for documentation, with namespace, colours and background."""
     return str(macro("file", TEMPLATE, plot))
 
 
@@ -250,21 +251,21 @@ class _Frame:
 
     @property
     def middle(self) -> float:
-        """x half-way between left and right."""
+        """The x coordinate half-way between the left and right edge."""
         return (self.left + self.right) / 2
 
     @property
     def centre(self) -> float:
-        """y half-way between top and bottom."""
+        """The y coordinate half-way between the top and bottom edge."""
         return (self.top + self.bottom) / 2
 
     def x(self, value: float) -> float:
-        """The picture's x of a data value."""
+        """The x coordinate in the picture of a data value."""
         low, high = self.x_range
         return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        """The picture's y of a data value."""
+        """The y coordinate in the picture of a data value."""
         low, high = self.y_range
         return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 

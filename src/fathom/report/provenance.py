@@ -49,7 +49,8 @@ def provenance() -> Provenance:
 
 
 def recorded(path: Path) -> Provenance:
-    """The provenance of an earlier report, read from its file; that of a report made now if there is none."""
+    """The provenance stored in an earlier report's file, or if there is no such file, the provenance of a report made
+    now."""
     if not path.exists():
         return provenance()
     return read_result(Provenance, path, "delete it to use this machine and time instead")
@@ -91,7 +92,8 @@ def hardware() -> dict[str, object]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python, Fathom and the installed ones of some packages: by default of the libraries that compute."""
+    """The versions of Python, of Fathom and of those of some packages that are installed; the default packages are
+    those that do the numerical work."""
     found = {"python": platform.python_version(), "fathom": __version__}
     for package in packages:
         try:

@@ -41,12 +41,13 @@ def read_result(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def restored(kind: type[T], value: object) -> T:
-    """Rebuild a value of a type from what `asdict` returned; the `ValueError` names what does not fit."""
+    """Rebuild a value of the given type from what `asdict` returned; if it does not fit, a `ValueError` names the
+    field."""
     return typing.cast("T", fit(kind, value, read=_read))
 
 
 def _read(kind: Any, value: Any, name: str) -> Any:
-    """Read a value that JSON writes another way: a number that is not finite, a path, a dataclass."""
+    """Restore a value for which JSON uses another type: a number that is not finite, a path, or a dataclass."""
     if kind is float and value is None:
         return math.nan
     if kind is Path and isinstance(value, str):
@@ -55,7 +56,7 @@ def _read(kind: Any, value: Any, name: str) -> Any:
 
 
 def _filled(kind: Any, values: Mapping[str, Any], name: str) -> Any:
-    """A dataclass from the values of its fields; missing ones get their defaults."""
+    """Build a dataclass from a mapping of field values; missing fields get their defaults."""
     hints, given = hints_of(kind), {}
     for field in dataclasses.fields(kind):
         key = key_of(field)

@@ -63,9 +63,8 @@ def paired_difference(values: Sequence[float], control: Sequence[float]) -> Diff
 
 
 def weighted_difference(gaps: Sequence[float], weights: Sequence[float], rounding: float = 0.0) -> Difference:
-    """Σd/Σw of differences d that weigh w, with the Student t interval of the residuals d - w Σd/Σw; no interval if a
-    difference is not finite. A standard error of no more than `rounding` counts as none.
-    """
+    """The ratio Σd/Σw of differences d with weights w, and the Student t interval of the residuals d - w Σd/Σw; no
+    interval if a difference is not finite. A standard error of no more than `rounding` counts as none."""
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
     count, total = len(d), float(w.sum())
     mean = float(d.sum()) / total
@@ -77,7 +76,8 @@ def weighted_difference(gaps: Sequence[float], weights: Sequence[float], roundin
 
 
 def combined_difference(found: Sequence[Difference], shares: Sequence[float]) -> Difference:
-    """Σ share x mean of independent differences; degrees of freedom by Satterthwaite."""
+    """The weighted sum Σ share · mean of independent differences, with Satterthwaite's degrees of freedom for its
+    interval."""
     mean = sum(share * d.mean for share, d in zip(shares, found, strict=True))
     count = sum(d.pairs for d in found)
     if any(d.half_width is None for d in found):
@@ -90,7 +90,7 @@ def combined_difference(found: Sequence[Difference], shares: Sequence[float]) ->
 
 
 def student(mean: float, error: float, freedom: float, pairs: int) -> Difference:
-    """A mean with its Student t interval; without an error there is none, unless the mean is exactly zero.
+    """A mean with its Student t interval; no interval if the standard error is 0, unless the mean is 0 too.
 
     Args:
         mean: Of the differences.
@@ -107,14 +107,14 @@ def student(mean: float, error: float, freedom: float, pairs: int) -> Difference
 
 
 def student_below(statistic: np.ndarray, freedom: float) -> np.ndarray:
-    """The probability that Student's t is at most so large."""
+    """The probability that a Student t variable is at most `statistic`."""
     from scipy.special import stdtr
 
     return stdtr(freedom, statistic)
 
 
 def quantile(freedom: float) -> float:
-    """Student's t quantile of 0.975: half of a 95 % interval, in standard errors."""
+    """The 0.975 quantile of Student's t: half the width of a 95 % interval, in standard errors."""
     from scipy.special import stdtrit  # what scipy.stats.t calls, without its overhead
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
@@ -131,7 +131,8 @@ class Ratio:
 
 
 def paired_ratio(values: Sequence[float], others: Sequence[float]) -> Ratio | None:
-    """The mean of `values` over the mean of `others`, by Fieller's theorem; None where the interval has no bounds.
+    """The ratio of the mean of `values` to the mean of `others`, with Fieller's interval; None if the interval is
+    unbounded.
 
     The interval holds every r for which the mean of value - r other is within Student's t of zero. It is bounded if the
     mean of `others` is significantly different from zero.
@@ -185,13 +186,14 @@ length are beyond them in 7 %."""
 
 
 def effective_count(weights: Sequence[float]) -> float:
-    """(Σw)²/Σw²: how many equal weights have a sum that varies as much (Kish)."""
+    """Kish's effective sample size (Σw)²/Σw²: how many equal weights would give a sum with the same relative
+    variance."""
     w = np.asarray(weights, float)
     return float(w.sum() ** 2 / (w @ w)) if w.any() else 0.0
 
 
 def skewness(gaps: Sequence[float], weights: Sequence[float]) -> float:
-    """The skewness of Σd/Σw, from the residuals r = d - w Σd/Σw of its terms: |Σr³| / (Σr²)^1.5."""
+    """The skewness of the ratio Σd/Σw, computed from its terms' residuals r = d - w Σd/Σw: |Σr³| / (Σr²)^1.5."""
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
     r = d - w * (d.sum() / w.sum())
     square = float(r @ r)
@@ -199,7 +201,8 @@ def skewness(gaps: Sequence[float], weights: Sequence[float]) -> float:
 
 
 def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int = 1000) -> Ratio:
-    """Σd/Σw of paired differences d that weigh w, with the bootstrap interval over pairs; the same each time.
+    """The ratio Σd/Σw of paired differences d with weights w, and its bootstrap interval over pairs, drawn with a fixed
+    seed.
 
     Args:
         gaps: One difference for each document.
@@ -216,7 +219,7 @@ def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int 
 
 @dataclass(frozen=True)
 class Correlation:
-    """Spearman's rank correlation, and its bootstrap interval over clusters."""
+    """Spearman's rank correlation, with its bootstrap interval from resampling clusters."""
 
     value: float
     low: float
@@ -253,7 +256,7 @@ def rank_correlation(a: Sequence[np.ndarray], b: Sequence[np.ndarray], draws: in
 
 
 def _centred_ranks(values: np.ndarray) -> np.ndarray:
-    """Ranks around their mean; equal values share theirs."""
+    """Ranks minus the mean rank; equal values get the same rank."""
     from scipy import stats
 
     ranks: np.ndarray = stats.rankdata(values) - (len(values) + 1) / 2
@@ -267,7 +270,8 @@ def _pearson(sums: np.ndarray) -> float:
 
 
 def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
-    """Holm's adjustment: below 0.05 means significant with a 5 % chance of any false alarm in the whole family.
+    """Holm-adjusted p values: if those below 0.05 count as significant, any false alarm in the whole family has a
+    probability of at most 5 %.
 
     Args:
         p_values: One for each test.
@@ -288,14 +292,15 @@ def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
 
 
 class Tested(Protocol):
-    """A difference that may be tested together with others."""
+    """A difference whose p value may be adjusted together with those of others."""
 
     p: float | None
     p_holm: float | None
 
 
 def adjust(differences: Sequence[Tested], means: int | None = None) -> None:
-    """Set `p_holm` of the differences that have a p, as one family; `means` as `holm` takes it."""
+    """Set `p_holm` of all differences that have a p value, treated as one family; `means` has the same meaning as in
+    `holm`."""
     tested = [one for one in differences if one.p is not None]
     for one, p in zip(tested, holm([one.p or 0.0 for one in tested], means), strict=True):
         one.p_holm = p
@@ -303,7 +308,8 @@ def adjust(differences: Sequence[Tested], means: int | None = None) -> None:
 
 @cache
 def _equal_pairs(means: int) -> frozenset[int]:
-    """How many pairs among `means` means can be equal: each group of equal ones adds all of its pairs."""
+    """The possible numbers of equal pairs among `means` means: each group of equal means contributes all of its
+    pairs."""
     if means < 2:
         return frozenset({0})
     sizes = range(1, means + 1)

@@ -18,19 +18,21 @@ NAME = 24
 
 
 def without(column: str, table: PlainTable) -> PlainTable:
-    """A table that has one column less."""
+    """The table without the column of this name."""
     caption, columns, rows = table
     at = columns.index(column)
     return caption, columns[:at] + columns[at + 1 :], [row[:at] + row[at + 1 :] for row in rows]
 
 
 def line_width() -> int:
-    """Characters of a line: those of the terminal or of `COLUMNS`; a pipe has as many as a table needs."""
+    """The number of characters in a line of output: that of the terminal or of `COLUMNS`, or 240 if the output is a
+    pipe."""
     return shutil.get_terminal_size((240, 24)).columns
 
 
 def print_report(tables: Iterable[PlainTable], verdict: str, page: Path | None, more: str = "") -> None:
-    """Print the tables that have rows, the verdict, a further remark, and the path of the page, if there is one."""
+    """Print the tables that have rows, then the verdict, a further remark, and the path of the HTML page if there is
+    one."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())

@@ -29,22 +29,23 @@ ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
 def glued(text: object) -> Markup:
-    """Text whose numbers do not part from their signs and units at the end of a line."""
+    """Text with non-breaking spaces, so that no line ends between a number and its sign or unit."""
     return Markup(re.sub(r"(?<=\d) (?=%)|(?<=[±×]) | (?=[±×])", NO_BREAK, str(escape(text))))
 
 
 def prose(text: object) -> Markup:
-    """Sentences of ours: glued, and with `code` between backticks set as code."""
+    """Fathom's own sentences as HTML: with non-breaking spaces between numbers and units, and `code` between backticks
+    set as code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(glued(text))))
 
 
 def parted(name: object) -> Markup:
-    """A name that may be broken after its underscores, colons and other signs; a link stays as it is."""
+    """A name with optional line breaks after underscores, colons and similar signs; a link stays unchanged."""
     return name if isinstance(name, Markup) else Markup(re.sub(r"(?<=[_+:=,/])(?=\w)", "<wbr>", str(escape(name))))
 
 
 def number(cell: object) -> Markup:
-    """A cell of a table, with the minus signs of its numbers; the dash of a range stays."""
+    """A table cell with the hyphens before its numbers replaced by minus signs; the dash of a range stays."""
     return Markup(re.sub(r"(?<![\w.-])-(?=\d)", "−", str(escape(cell))))
 
 
@@ -57,6 +58,6 @@ def render(name: str, **values: object) -> str:
 
 
 def macro(name: str, template: str, *values: object) -> Markup:
-    """A part of a document, made by one macro of a template."""
+    """A part of an HTML document, rendered by one macro of a template."""
     made: Markup = getattr(ENVIRONMENT.get_template(template).module, name)(*values)
     return made

@@ -20,7 +20,7 @@ __all__ = ["cards", "commitments", "identification", "page", "portrait", "report
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 
     def __getattr__(name: str) -> object:
-        """A module of this folder (PEP 562)."""
+        """Import a module of this package on first access (PEP 562)."""
         if name not in __all__:
             raise AttributeError(f"module 'fathom.lineage.publishing' has no attribute {name!r}")
         return importlib.import_module(f"{__name__}.{name}")

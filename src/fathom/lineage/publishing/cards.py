@@ -31,7 +31,7 @@ def anchor_rows(weights: Weights) -> tuple[list[bytes], Array]:
 
 
 def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
-    """z_last (last two layers) and, on request, z_all (every layer), as floats."""
+    """The sketches of a model as floats: z_last from the last two layers and, on request, z_all from every layer."""
     texts, rows = anchor_rows(weights)
     x = huref.anchor_embeddings(weights, rows)
     out = {"z_last": huref.sketch(huref.last_terms(weights, x), texts)}
@@ -41,7 +41,7 @@ def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
 
 
 def sketch(weights: Weights) -> Array:
-    """The published sketch of a model: z_last, int8 `[512]`."""
+    """The published sketch of a model, int8 `[512]`, computed from its last two layers."""
     return huref.quantised(sketches(weights)["z_last"])
 
 
@@ -66,7 +66,7 @@ def card(weights: Weights, all_layers: bool = False) -> Card:
 
 
 def read_card(path: Path) -> Card:
-    """A card from a file, checked."""
+    """Read a card from a file, and check it."""
     if path.is_dir():
         raise ModelError(f"{path} is a directory: `fathom lineage card {path}` makes a card of a model")
     body = parse_json(path.read_bytes(), str(path))
@@ -89,7 +89,7 @@ def sketch_bytes(text: str) -> Array:
 
 @dataclass(frozen=True)
 class Hit:
-    """A card of a library and its similarity to the card that was searched for."""
+    """A card found in a library, and its similarity to the card that was searched for."""
 
     cosine: float
     name: str
@@ -97,7 +97,7 @@ class Hit:
 
 
 def in_library(directory: Path) -> list[Path]:
-    """The files of a directory that may be cards, by name."""
+    """The files of a directory whose extension is that of cards, sorted by name."""
     if not directory.is_dir():
         what = "a file, not a directory" if directory.exists() else "no such directory"
         raise ModelError(f"{directory}: {what} of cards: `fathom lineage card MODEL` makes them")
@@ -105,7 +105,8 @@ def in_library(directory: Path) -> list[Path]:
 
 
 def search(query: Card, library: Path) -> list[Hit]:
-    """Cards of a directory by decreasing similarity, by z_all if both have it; files that are no cards are left out.
+    """The cards of a directory by decreasing similarity: of z_all if both cards have it, else of z_last; other files
+    are left out.
 
     For searching, not for judging. Only what the ranking needs is read; `read_card` checks a card as a whole.
     """

@@ -58,7 +58,8 @@ def leaf(weights: Weights, name: str, key: bytes = b"") -> bytes:
 
 
 def merkle_root(leaves: Sequence[bytes]) -> bytes:
-    """Root of a binary tree; an odd node is carried up. Leaves and nodes are hashed under different prefixes."""
+    """The root of a binary Merkle tree; the last node of an odd level moves up unchanged. Leaves and nodes are hashed
+    under different prefixes."""
     level = list(leaves)
     if not level:
         raise ModelError("nothing to commit to")
@@ -78,7 +79,8 @@ TOKENIZERS = (TOKENIZER_JSON, SENTENCEPIECE_MODEL, QWEN_TIKTOKEN, VOCABULARY)
 
 
 def files_of(store: TensorStore) -> dict[str, tuple[Origin, str]]:
-    """The files of a model: weights, config, tokenizer; those below an adapter are marked."""
+    """The files of a model: weights, config, tokenizer; for an adapter, the base model's files are marked with
+    `base:`."""
     if isinstance(store, AdapterStore):
         above = {name: (store.adapter.origin, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
         return above | {f"base: {name}": place for name, place in files_of(store.base).items()}
@@ -108,7 +110,7 @@ def _digest(origin: Origin, file: str) -> str | None:
 
 
 def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
-    """Hash of one side file, or of a GGUF file up to its first tensor; keyed if there is a key."""
+    """The hash of one config or tokenizer file, or of a GGUF file up to its first tensor; keyed if there is a key."""
     stop = store.origin.size(name)
     if name.endswith(".gguf"):
         stop = min(info.start for info in store.tensors.values() if info.file == name)
@@ -133,7 +135,7 @@ STATEMENT = "statement"
 
 
 def statement_leaf(body: Mapping[str, object], key: bytes = b"") -> bytes:
-    """Hash of a commitment without its leaves and its root; keyed if there is a key."""
+    """The hash of a commitment's statements, without its leaves and its root; keyed if there is a key."""
     said = {name: body.get(name) for name in (*BOUND, "tool", "sketch")}
     digest = hashlib.sha256(b"\3" + json.dumps(said, sort_keys=True).encode())
     return hmac.digest(key, digest.digest(), "sha256") if key else digest.digest()
@@ -142,7 +144,7 @@ def statement_leaf(body: Mapping[str, object], key: bytes = b"") -> bytes:
 def commit(
     weights: Weights, blind: bool = False, owner: str | None = None, date: str | None = None
 ) -> tuple[dict[str, object], str | None]:
-    """A commitment, and the key that opens it if it is blinded.
+    """A commitment to a model's weights, and if it is blinded the key that opens it.
 
     Args:
         weights: A model that is not an adapter.
@@ -231,7 +233,7 @@ def _listed(names: Sequence[object], most: int = 8) -> str:
 
 
 def _unfounded(body: Mapping[str, object], tensors: int, leaves: Mapping[str, bytes]) -> list[str]:
-    """Published parts of a commitment that neither the weights nor the root confirm."""
+    """Findings on published parts of a commitment that neither the weights nor the root confirm."""
     findings = (
         [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]
     )

@@ -39,7 +39,8 @@ NOTES = (
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model of the library that was compared, or why it was not."""
+    """A model of the library that was compared with the model in question, or the reason why it could not be
+    compared."""
 
     name: str
     card: str
@@ -54,14 +55,14 @@ class Candidate:
 
     @property
     def rank(self) -> tuple[float, ...]:
-        """Strongest verdict first, then the higher score, then the nearer card."""
+        """The sort key of a candidate: strongest verdict first, then the higher score, then the more similar card."""
         place = STRENGTH.index(self.label) if self.label in STRENGTH else len(STRENGTH)
         return not self.identical, place, -(self.score or 0.0), -self.cosine
 
 
 @dataclass(frozen=True)
 class Control:
-    """A model of the library that was measured as a control, and why it was refused, if it was."""
+    """A model of the library that was measured as a control; if it could not be used as one, also the reason."""
 
     name: str
     refused: str = ""
@@ -80,7 +81,7 @@ class Identification:
 
     @property
     def related(self) -> tuple[Candidate, ...]:
-        """Candidates of which a lineage, or a shared initialisation, is reported."""
+        """The candidates for which the comparison reports a shared lineage or a shared initialisation."""
         return tuple(one for one in self.candidates if one.label in RELATED)
 
     @property
@@ -137,7 +138,7 @@ def identify(
 
 
 def _where(hit: cards.Hit) -> str:
-    """The place of a card's model: as the card names it, or relative to the library."""
+    """The path of the model that a card describes: as the card names it, or next to the card's file."""
     beside = Path(hit.file).parent / hit.name
     return str(beside) if not Path(hit.name).exists() and beside.exists() else hit.name
 
@@ -149,7 +150,7 @@ def _opened(hit: cards.Hit) -> Weights:
 
 
 def _of_shape(hits: Sequence[cards.Hit], own: Card) -> Iterator[cards.Hit]:
-    """Models of the same shape, the least similar first."""
+    """Yields the library's models that have the same shape as the model in question, the least similar first."""
     for hit in reversed(hits):
         with suppress(FathomError, OSError):
             if cards.read_card(Path(hit.file)).structure == own.structure:
@@ -159,7 +160,8 @@ def _of_shape(hits: Sequence[cards.Hit], own: Card) -> Iterator[cards.Hit]:
 def _controls(
     weights: Weights, hits: Sequence[cards.Hit], options: Options, progress: Told
 ) -> Iterator[tuple[Weights, Pair]]:
-    """Those of some models that can be compared, until enough are unrelated to the model."""
+    """Yields the models of the library that can be compared, until enough of them are unrelated to the model in
+    question."""
     usable, quick = 0, options.of_controls()
     for hit in hits:
         if usable == CONTROLS:

@@ -37,7 +37,7 @@ GLOSSARY = {
 
 
 def write(out: Path, found: Comparison, body: LineageReport) -> None:
-    """Report, page and portraits in a directory."""
+    """Write report, page and portraits into a directory."""
     out.mkdir(parents=True, exist_ok=True)
     html.write(out, body, render(found, body))
     for side, item in zip("ab", body.portraits.values(), strict=False):
@@ -70,12 +70,12 @@ def render(found: Comparison, body: LineageReport) -> str:
 
 
 def number(value: float) -> str:
-    """Three decimals, and no negative zero."""
+    """A number as text with three decimals, and never with a negative zero."""
     return f"{round(value, 3) + 0.0:.3f}"
 
 
 def share(value: float) -> str:
-    """The filled share of a bar, in percent."""
+    """The width of a bar's filled part, in percent."""
     return f"{100 * min(max(value, 0), 1):.1f}"
 
 
@@ -107,7 +107,7 @@ def _map(found: Comparison) -> str:
 
 
 def _curve(found: Comparison) -> str:
-    """Score of each matched layer, in front of the range of the controls."""
+    """A plot of the score of each matched layer, over the range of the controls' scores."""
     name, pair = found.pair.best, found.pair
     if name is None or not pair.scores[name].pairs:
         return ""

@@ -53,13 +53,13 @@ def coordinates(z: Array, key: bytes) -> Array:
 
 @lru_cache(maxsize=1)
 def _normal_table() -> tuple[int, ...]:
-    """Φ(j/32) · 2¹⁶ for j = −128 … 128, rounded down. No entry is within 0.004 of a whole number, except Φ(0), which is
-    exact, so every machine has the same table."""
+    """A table of the normal distribution, Φ(j/32) · 2¹⁶ for j = −128 … 128, rounded down. No entry is within 0.004 of a
+    whole number, except Φ(0), which is exact, so every machine has the same table."""
     return tuple(int(NormalDist().cdf(j / 32) * ONE) for j in range(-128, 129))
 
 
 def traits(z: Array) -> list[int]:
-    """56 numbers in [0, 2¹⁶): u = Φ(√m · mean of m = 9 rotated coordinates)."""
+    """The 56 numbers in [0, 2¹⁶) that determine a portrait: u = Φ(√m · mean of m = 9 rotated coordinates)."""
     sums = coordinates(z, b"traits")[: TRAITS * 9].reshape(TRAITS, 9).sum(1)
     table, out = _normal_table(), []
     for value in sums.tolist():
@@ -90,7 +90,7 @@ def smooth(t: Array) -> Array:
 
 
 def field(values: Array, x: Array, y: Array) -> Array:
-    """A quadratic B-spline through a square grid of numbers laid over [−1024, 1024]², read at (x, y)."""
+    """The values at (x, y) of a quadratic B-spline through a square grid of numbers that covers [−1024, 1024]²."""
     side = len(values)
     (ix, wx), (iy, wy) = _spline(x, side), _spline(y, side)
     total = np.zeros(np.broadcast_shapes(x.shape, y.shape), np.int64)
@@ -101,7 +101,8 @@ def field(values: Array, x: Array, y: Array) -> Array:
 
 
 def _spline(c: Array, side: int) -> tuple[Array, list[Array]]:
-    """First of three knots, and their weights (½(½−t)², ¾−t², ½(½+t)²) in 2¹⁶."""
+    """For each coordinate, the first of three spline knots, and the knots' weights (½(½−t)², ¾−t², ½(½+t)²) in units of
+    2⁻¹⁶."""
     g = np.clip(c + 1024, 0, 2047) * (side - 2) << 5  # cells of 2¹⁶
     index = np.minimum(g >> 16, side - 3)
     t = g - (index << 16)  # 0 … 2¹⁶
@@ -110,7 +111,7 @@ def _spline(c: Array, side: int) -> tuple[Array, list[Array]]:
 
 
 def noise(x: Array, y: Array, seed: int) -> Array:
-    """Hash of integer lattice points, in [0, 2¹⁶)."""
+    """Pseudo-random noise: a hash of integer lattice points, in [0, 2¹⁶)."""
     h = (x * 374761393 + y * 668265263 + seed * 2147483647) & 0xFFFFFFFF
     h = (h ^ (h >> 13)) * 1274126177 & 0xFFFFFFFF
     return (h ^ (h >> 16)) & 0xFFFF

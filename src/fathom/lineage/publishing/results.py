@@ -1,4 +1,4 @@
-"""The contents of the report of `fathom lineage compare`, and of a card."""
+"""The classes of data in the reports of `fathom lineage compare`, and in cards."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ControlEntry(ModelIdentity):
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """The program that made the report."""
+    """The version of Fathom, numpy and platform that made the report, and the command."""
 
     version: str
     numpy: str
@@ -76,7 +76,7 @@ class PortraitEntry:
 
 @dataclass(frozen=True)
 class LineageReport:
-    """`report.json`; entries of type `object` are written and compared as a whole."""
+    """The contents of `report.json`; entries of type `object` are written and compared as a whole."""
 
     fathom_lineage_report: int
     tool: ToolEntry
@@ -100,7 +100,7 @@ class LineageReport:
 
 @dataclass(frozen=True)
 class CardOutline:
-    """Shape of the model that a card is of."""
+    """The shape of the model that a card describes."""
 
     type: str
     layers: int

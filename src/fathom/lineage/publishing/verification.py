@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?(?![0-9A-Za-z
 
 
 def read_statement(file: Path) -> dict[str, object]:
-    """A commitment, or a report, from a file."""
+    """Read a commitment, or a report, from a file."""
     return parse_json(file.read_bytes(), str(file))
 
 
@@ -75,7 +75,8 @@ _COSTS = re.compile(r"[\d.,]+ ?(kB|MB|GB|B) read|\d+ s for the pair|Fathom [^,]*
 
 
 def page_differences(said: str, again: str) -> list[str]:
-    """Lines of a page that differ from the expected ones; drawings are made from numbers of the report."""
+    """The lines of a report's page that differ from the expected ones; drawings are not compared, since they are made
+    from numbers of the report."""
     lines = [
         [_COSTS.sub("", line.strip()) for line in _MARKUP.sub("\n", text).splitlines() if line.strip()]
         for text in (said, again)
@@ -96,7 +97,7 @@ def page_differences(said: str, again: str) -> list[str]:
 
 
 def _typed(body: Mapping[str, object], name: str) -> LineageReport:
-    """A report with the required type for every entry; 0 is not `false`, and an empty text not a path."""
+    """The report with every entry checked for its type: 0 is not accepted for `false`, nor an empty text for a path."""
     try:
         said = restored(LineageReport, body)
         for section, kind in (("given", Given), ("options", Options)):
@@ -114,7 +115,7 @@ def _typed(body: Mapping[str, object], name: str) -> LineageReport:
 
 
 def _opened(name: str, item: ModelIdentity, given: Given) -> Weights:
-    """A model by its name in the report, for a repository at the commit in the report."""
+    """Open a model by its name in the report; for a repository, at the commit that the report states."""
     where = name if item.revision is None else f"{name.partition('@')[0]}@{item.revision}"
     return replace(open_weights(where, given.adapter_base), name=name)
 
@@ -129,7 +130,7 @@ def _is_commit(revision: object) -> bool:
 
 
 def unidentified(body: LineageReport) -> list[str]:
-    """Models without an identity in the report: no file hashes and no commit."""
+    """Messages on models that the report does not identify, neither by file hashes nor by a commit."""
     return [
         f"{name}: the report holds neither hashes of its files nor a commit"
         for name, item in _models(body)
@@ -182,7 +183,8 @@ def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator
 
 
 def _may_be(said: object, again: object, key: str) -> bool:
-    """Whether an entry that differs between runs is plausible: words, seconds, or about as many bytes as read now."""
+    """Whether an entry that may differ between runs is plausible: text, seconds, or a number of bytes read near the
+    present one."""
     if not _is_number(again):
         return type(said) is type(again)
     if key == "bytes_read":
@@ -222,7 +224,8 @@ def _close_p(said: float, again: float, slack: float = P) -> bool:
 
 
 def _same_sentence(said: str, again: str) -> bool:
-    """Whether words are equal and numbers close: the last printed digit may differ between machines."""
+    """Whether two sentences have equal words and nearly equal numbers: the last printed digit may differ between
+    machines."""
     if _NUMBER.sub("#", said) != _NUMBER.sub("#", again):
         return False
     for one, other in zip(_NUMBER.findall(said), _NUMBER.findall(again), strict=True):
@@ -237,8 +240,8 @@ def _same_sentence(said: str, again: str) -> bool:
 
 
 def _portraits(said: object, again: Mapping[str, Any]) -> Iterator[str]:
-    """Sketches are compared by cosine, since rounding differs between machines; words and hashes follow the stated
-    sketch."""
+    """Compare the portraits of a report: sketches by cosine, since rounding differs between machines; words and hashes
+    must follow from the stated sketch."""
     if not isinstance(said, dict) or list(said) != list(again):
         yield "portraits: not of the two models"
         return
