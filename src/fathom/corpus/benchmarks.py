@@ -1,4 +1,4 @@
-"""Benchmarks: items of several formats in one form, and a self-check that finds faults of the benchmark itself."""
+"""Benchmarks: reads items in several file formats, and checks a benchmark for faults of its own."""
 
 from __future__ import annotations
 
@@ -125,7 +125,8 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
 
 
 def _judged(items: list[Item]) -> list[Item]:
-    """Items as true/false questions, if every answer of an item without choices is a mark such as T or F."""
+    """Convert items without choices to true/false questions, if every answer of these items is a mark such as T or
+    F."""
     marks = [None if one.choices else MARKS.get(one.gold.rstrip(".").lower()) for one in items]
     if any(mark is None and not one.choices for mark, one in zip(marks, items, strict=True)):
         return items
@@ -192,7 +193,7 @@ def _of_json(values: object, key: str) -> Iterator[Any]:
 
 
 def item_of(row: Mapping[str, object], number: int, question: str | None = None) -> Item:
-    """An item from a row in any of the usual formats."""
+    """A benchmark item, read from a row in any of the usual benchmark formats."""
     row = _of_chat(row)
     inner = row.get("question")
     if isinstance(inner, Mapping):  # ARC: {"question": {"stem": ..., "choices": [...]}, "answerKey": ...}

@@ -76,7 +76,7 @@ class Benchmarks(Stage):
         }
 
     def finish(self, counts: dict[str, int]) -> None:
-        """With `decontaminate.strict`, refuse a benchmark that has one question with two answers."""
+        """If `decontaminate.strict` is set, refuse a benchmark in which one question has two different answers."""
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
             raise DataError(
                 f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
@@ -152,7 +152,8 @@ class Contamination(Stage):
                     yield row, document, [(names[benchmark], hit) for benchmark, hit in mine]
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
-        """The strictest action set for any benchmark found in the document, and the passages to cut."""
+        """The strictest of the actions set for the benchmarks whose items are in the document, and the passages to
+        cut."""
         actions = self._actions()
         wanted = {actions[name] for name, _ in found}
         if "drop" in wanted or ("cut" in wanted and document.messages is not None):
@@ -190,7 +191,7 @@ def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Docu
 def _lines(
     row: int, document: Document, found: Sequence[tuple[str, Hit]], items: Mapping[str, Sequence[Item]], action: str
 ) -> Iterator[str]:
-    """Report lines on a document: one for each item, with the longest shared passage."""
+    """Report lines on a document: one for each benchmark item found in it, with the longest passage that both share."""
     for (name, number), mine in sorted(passages(found).items()):
         start, end = max(mine, key=lambda span: (span[1] - span[0], -span[0]))
         item = items[name][number]
@@ -213,7 +214,7 @@ def _lines(
 
 
 def read_index_items(path: Path) -> list[Item]:
-    """The items of a benchmark as its task wrote them."""
+    """Read the items of a benchmark from the file that the task of this benchmark wrote."""
     return [
         Item(**{**row, "choices": tuple(row["choices"]), "accepted": tuple(row["accepted"])})
         for row in read_lines(path)

@@ -57,7 +57,7 @@ def address(part: int, rows: NDArray[np.int64]) -> Numbers:
 
 
 class Signatures(Stage):
-    """Digest, length, position and bands of every document."""
+    """Computes the digest, length, position and MinHash bands of every document."""
 
     name = "signatures"
     version = 2
@@ -146,7 +146,7 @@ class Exact(_Global):
         return {"pairs": len(pairs)}
 
     def _read(self, task: Task, files: Sequence[Input]) -> tuple[NDArray[np.integer], Numbers]:
-        """The digests of a bucket and their addresses."""
+        """The digests of the documents in one bucket, and these documents' addresses."""
         bucket, count = task.arguments["bucket"], task.arguments["of"]
         digests, places = [], []
         for part, one in enumerate(files):

@@ -1,4 +1,4 @@
-"""Kept documents as files for other trainers and lm-eval, written without importing them."""
+"""Exports kept documents to the formats of other training programs and of lm-eval, without importing these programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Texts with the effects of layout, fonts and markup removed; items are searched for in every folded form.
+"""Folds texts: removes the effects of layout, fonts and markup; benchmark items are searched for in every folded form
+of a text.
 
 Folding removes markup (entities, tags, LaTeX, footnote marks), accents of Latin, Greek and Cyrillic letters, and
 invisible characters. It decomposes compatibility forms (NFKC), and replaces letters of other alphabets by the Latin

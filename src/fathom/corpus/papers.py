@@ -191,7 +191,8 @@ def _hash(text: str) -> int:
 
 
 def _fits(kind: str, text: str) -> bool:
-    """Whether a text is whole, long enough, short enough, and mostly words."""
+    """Whether a title, abstract, caption or sentence is fit for a question: complete, within length limits, and mostly
+    words."""
     words = text.split()
     plain = sum(word.strip("“”\"'()[],.;:!?").isalpha() for word in words)
     whole = all(text.count(one) == text.count(other) for one, other in ("()", "[]", "“”"))

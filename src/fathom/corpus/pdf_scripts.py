@@ -25,7 +25,7 @@ GAP, SAME = 0.25, 0.03
 
 @dataclass(frozen=True)
 class _Run:
-    """Neighbouring characters of one size on one baseline."""
+    """A run of neighbouring characters that have the same size and the same baseline."""
 
     start: int
     stop: int

@@ -204,7 +204,7 @@ class StagePreview:
 
 @dataclass(frozen=True)
 class PreviewBudget:
-    """The budget, from counted tokens or from an estimate."""
+    """A preview of the mixture's token budget, from counted tokens or from an estimate."""
 
     counted: bool
     budget: Budget | None = None
@@ -288,7 +288,8 @@ def _is_current(stage: Stage, tasks: list[Task]) -> bool:
 
 
 def _expected(workspace: Workspace, inputs: dict[str, InputFiles], known: bool) -> PreviewBudget:
-    """The budget from counted tokens, or from an estimate of them."""
+    """The mixture's token budget, computed from counted tokens, or from an estimate if the tokens are not counted
+    yet."""
     mix = workspace.recipe.mix
     if all(one.kind != "documents" for one in workspace.recipe.collections.values()):
         return PreviewBudget(known)

@@ -80,7 +80,7 @@ class Read(StageOf[PrepareSettings]):
         return Task(tuple(_stamped(path) for *_, path in group if path), {**shared, "names": names})
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Write the documents of the files, with their domains as collections."""
+        """Write the documents of input files to files of documents, with each document's domain as its collection."""
         kind, domain, reader, names = (task.arguments[key] for key in ("kind", "domain", "reader", "names"))
         left_out = 0
         with closing(PartWriter(folder)) as writer:
@@ -93,7 +93,7 @@ class Read(StageOf[PrepareSettings]):
         return {"left_out": left_out}
 
     def _documents(self, source: Source, file: Input | None, folder: Path) -> Iterator[SourceText | None]:
-        """The documents of a file, or of a data set of the Hub."""
+        """Read the documents of an input file, or of a data set on the Hugging Face Hub."""
         if file is None:
             yield from source.documents(self.recipe.reading)
             return
@@ -109,7 +109,7 @@ def _bytes(file: AnyFile) -> int:
 
 
 def _stamped(path: Path | RemoteFile) -> Input:
-    """A file, recognised by its path, size and modification time."""
+    """An input file, recognised by its path, size and modification time."""
     if isinstance(path, RemoteFile):
         return Input(path.url, path.identity(), path.size)
     facts = path.stat()

@@ -1,4 +1,5 @@
-"""`fathom prepare`: text in, checksummed token shards out; parallel, in constant memory, and resumable.
+"""`fathom prepare`: turns text into checksummed token shards, in parallel and with constant memory; a stopped run can
+be resumed.
 
 The stages `read` and `encode` work in the folder `.prepare` of the output directory, as those of `fathom corpus` do
 in theirs: a killed run loses the tasks that were under way. The shards of their tasks are then written as one corpus,

@@ -47,7 +47,7 @@ TOP_RUNS, REPEATED_RUNS = (2, 3, 4), (5, 6, 7, 8, 9, 10)
 
 @dataclass(frozen=True)
 class Broken:
-    """A rule that a document breaks, with its value and the limit."""
+    """A rule that a document breaks, with the measured value and the limit."""
 
     rule: str
     value: object = None
@@ -110,7 +110,8 @@ def stop_words(language: str) -> Numbers:
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:
-    """Number of pieces that repeat an earlier one, and of characters in them."""
+    """The number of pieces (such as lines) that repeat an earlier piece, and the number of characters in these
+    repetitions."""
     counts = Counter(pieces)
     return len(pieces) - len(counts), sum((count - 1) * len(piece) for piece, count in counts.items() if count > 1)
 
@@ -133,7 +134,8 @@ def _runs(words: Words, limits: Filter) -> Iterator[tuple[str, float]]:
 
 
 def _top(numbers: Numbers, ends: NDArray[np.int64], size: int) -> int:
-    """Characters in all occurrences of the most frequent run (the longest on a tie); 0 if no run occurs twice."""
+    """The number of characters in all occurrences of the most frequent run of words (on a tie, the longest); 0 if no
+    run occurs twice."""
     if len(numbers) <= size:
         return 0
     runs = run_numbers(numbers, size)

@@ -92,7 +92,7 @@ class IngestOptions(Section, section="ingest"):
 
 @dataclass(frozen=True)
 class Normalize(Section, section="normalize"):
-    """How documents are written; conversations stay as they are, but for `mask`."""
+    """How documents are normalised; conversations stay unchanged, except for what `mask` replaces."""
 
     form: Literal["nfc", "nfkc"] = "nfc"
     """Unicode normal form; nfkc also replaces ligatures and fullwidth letters, but keeps powers and fractions"""
@@ -195,7 +195,7 @@ class Deduplicate(Section, section="deduplicate"):
 
 @dataclass(frozen=True)
 class BenchmarkFile(Section, short="path"):
-    """Where a benchmark's items are, and what is done with documents that hold one."""
+    """Where a benchmark's items are, and what is done with documents that contain one of these items."""
 
     path: str = ""
     """JSON lines, or a JSON list, with question, choices and answer; `question` may name another field"""
@@ -388,7 +388,7 @@ def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecip
 
 
 def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:
-    """A checked recipe from nested values."""
+    """Make a recipe from nested values, and check it."""
     return fill(CorpusRecipe, values)
 
 

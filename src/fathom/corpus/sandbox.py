@@ -51,7 +51,7 @@ class Sandbox:
         return extracted
 
     def compare(self, kind: str, path: Path, text: str) -> Fidelity | None:
-        """Compare the numbers of a file with those of its text; None if that is not possible."""
+        """Compare the numbers in a file with those in the text extracted from it; None if they cannot be compared."""
         reply, _ = self._ask({"kind": kind, "path": str(path.absolute()), "text": text})
         return Fidelity(**reply) if reply and "numbers" in reply else None
 

@@ -48,7 +48,7 @@ def names_of(workspace: WorkspaceOf[Any]) -> list[str]:
 
 
 class Search(StageOf[AuditRecipe]):
-    """One task for each file of documents: the items found in it."""
+    """Makes one task for each file of documents, which finds the benchmark items in this file."""
 
     name = "search"
     version = 2

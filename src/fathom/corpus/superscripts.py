@@ -59,7 +59,7 @@ def may_be_note(text: str, before: str) -> bool:
 
 @functools.cache
 def _forms(script: Script) -> dict[str, str]:
-    """Unicode's character for each text that it has above or below the line."""
+    """Maps each text that Unicode has as one superscript (or one subscript) character to this character."""
     found: dict[str, str] = {}
     for code in CODES:
         tag, *parts = unicodedata.decomposition(chr(code)).split() or [""]

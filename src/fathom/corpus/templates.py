@@ -39,7 +39,8 @@ class EncodedConversation(NamedTuple):
 
 
 def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
-    """Qwen's: each message between <|im_start|> and <|im_end|>; a tool's output is the user's."""
+    """Qwen's chat format: each message stands between <|im_start|> and <|im_end|>; a tool's output becomes a user
+    message."""
     for message in messages:
         trained = is_trained(message)
         role, content = message["role"], str(message["content"])
@@ -56,7 +57,7 @@ ALPACA = "Below is an instruction that describes a task. Write a response that a
 
 
 def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
-    """Alpaca's headings; every answer ends with EOS."""
+    """Alpaca's format: messages under its headings, such as `### Instruction:`; every answer ends with EOS."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ALPACA
     yield TemplatePart(f"{system}\n\n")
     for message in messages[1:] if messages[0]["role"] == "system" else messages:
@@ -137,8 +138,8 @@ class ConversationEncoder:
         return [text for text in tokens_of(self._template) if self._tokenizer.token_to_id(text) is None]
 
     def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
-        """A conversation as token ids that end with EOS; the oldest exchanges are dropped if it is too long, and it is
-        None if even the last exchange is."""
+        """A conversation as token ids that end with EOS; if it is too long, the oldest exchanges are dropped; None if
+        the last exchange alone is too long."""
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):

@@ -34,7 +34,7 @@ class Captured(NamedTuple):
 
 
 def captured(path: Path, limit: int) -> Iterator[Captured]:
-    """What an archive holds that can be read: successful responses, resources and conversions.
+    """Yields the readable contents of an archive: successful responses, resources and conversions.
 
     Args:
         path: The archive, which may be compressed with gzip.

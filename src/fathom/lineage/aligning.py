@@ -1,4 +1,4 @@
-"""Align the residual channels of two models, and compute the matchings behind T1 and T2."""
+"""Align the residual channels of two models, and compute the matchings of channels that tests T1 and T2 use."""
 
 from __future__ import annotations
 

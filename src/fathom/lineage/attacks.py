@@ -216,10 +216,11 @@ class Head(Attack):
 
 @dataclass
 class Neuron(Attack):
-    """Permute feed-forward neurons; gated ones also scale up·c, down/c with c of either sign."""
+    """Permutes feed-forward neurons; in gated layers also multiplies up rows by c and divides down columns by c, of
+    either sign."""
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """One permutation and one scale per layer."""
+        """Permute and scale the neurons of one layer, with one permutation and one scale for each neuron."""
         out, draw = dict(layer), self.draw(5, index)
         count = out["up"].shape[0]
         order = draw.permutation(count)
@@ -238,7 +239,7 @@ class Neuron(Attack):
 
 @dataclass
 class Scale(Attack):
-    """The whole residual stream × 7.3: exact up to the norms' epsilon."""
+    """Multiplies the whole residual stream by 7.3, which leaves the function unchanged up to the norms' epsilon."""
 
     factor: float = 7.3
 

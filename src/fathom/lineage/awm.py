@@ -1,5 +1,7 @@
 """AWM: align residual channels by the embedding, then compare W_Q and W_K by unbiased CKA over channels.
 
+The score of a layer is
+
     score(layer) = ½ Σ_{W ∈ Q,K} CKA_u(Rᵀ W_Aᵀ, W_Bᵀ)
 
 R is the identity (order), a signed permutation (LAP, as published) or the polar factor of the embeddings' cross
@@ -295,7 +297,8 @@ class MatchMethod:
 
     @property
     def guard(self) -> float:
-        """The smallest norm of a kernel for which CKA is computed: below it the published code returns 0."""
+        """The limit below which a kernel is too small for the published code, which then returns a CKA of 0; 0 for
+        canonical weights."""
         return 1e-8 if self.published else 0.0
 
 
@@ -373,7 +376,7 @@ class Kernel:
         return 2 * inner(self.half, other.half) + total - 2 / (n - 2) * float(self.sums @ other.sums)
 
     def cosine(self, other: Kernel, guard: float = 0.0) -> float:
-        """CKA_u; 0 where either kernel is no larger than the guard."""
+        """The unbiased CKA of two kernels; 0 if either kernel's HSIC_u with itself is not above `guard`."""
         if self.size <= guard or other.size <= guard:
             return 0.0
         return self.with_(other) / math.sqrt(self.size) / math.sqrt(other.size)
@@ -506,7 +509,7 @@ def free(similarity: Array) -> list[tuple[int, int]]:
 
 
 def chosen_layers(count: int, limit: int | None) -> list[int]:
-    """Evenly spaced layers, first and last included; all of them without a limit."""
+    """The indices of evenly spaced layers, including the first and the last; all layers if there is no limit."""
     if limit is None or limit >= count:
         return list(range(count))
     return sorted({round(i * (count - 1) / max(limit - 1, 1)) for i in range(limit)})

@@ -674,7 +674,7 @@ def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:
 
 
 def run_tests(pair: Pair, null: Null | None) -> list[Test]:
-    """T1 to T6, as far as the pair allows."""
+    """The results of tests T1 to T6, as far as they can be run on this pair of models."""
     rate = null.rate() if null else evidence.POISSON_RATE
     tests = pair.own_tests(rate, bool(null and null.witnesses), null.neurons if null else None)
     for name in NAMES.values():

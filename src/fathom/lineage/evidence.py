@@ -66,7 +66,8 @@ class Test:
 
 
 def fixed_point_bound(count: int, trials: int = 1) -> float:
-    """P(F ≥ k) ≤ Lᵏ/k! for F fixed points in L independent uniform matchings (factorial moments are at most Lᵏ)."""
+    """The bound P(F ≥ k) ≤ Lᵏ/k! for F fixed points in L independent uniform matchings (factorial moments are at most
+    Lᵏ)."""
     return min(1.0, math.exp(count * math.log(trials) - math.lgamma(count + 1)))
 
 

@@ -18,7 +18,7 @@ from fathom.lineage.weights import Weights
 
 
 def has_values(weights: Weights, index: int) -> bool:
-    """Whether a layer stores values and outputs."""
+    """Whether a checkpoint has the value and output matrices of a layer's attention."""
     return weights.has("v", index) and weights.has("o", index)
 
 
@@ -31,8 +31,8 @@ WIDEST = 1536  # most channels of a layer whose singular directions are found to
 
 
 def bases(*models: Weights) -> list[int]:
-    """The bases in which the value channels of some models are compared: as stored, singular vectors of each head, and
-    of the layer if it is small."""
+    """The bases in which value channels are compared: as stored, singular vectors of each head, and in small models
+    singular vectors of a whole layer."""
     sizes = [min(g.width, (g.heads if g.latent else g.kv_heads) * g.head_dim) for g in (w.geometry for w in models)]
     return [STORED, HEADS, LAYER] if max(sizes) <= WIDEST else [STORED, HEADS]
 

@@ -1,5 +1,7 @@
 """Access to a model's weights by role and layer, read from disk or over the network one tensor at a time.
 
+For example:
+
     weights = open_weights("org/name@revision")
     weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
 
@@ -252,7 +254,7 @@ EXPERT = ".experts.0."
 
 
 def _of_expert(view: TensorView, expert: int) -> TensorView:
-    """The same view for another expert."""
+    """The view of the same role for another expert."""
     if view.item is not None:
         return replace(view, item=expert)
     return replace(view, tensor=view.tensor.replace(EXPERT, f".experts.{expert}."))

@@ -92,8 +92,8 @@ def hardware() -> dict[str, object]:
 
 
 def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
-    """The versions of Python, of Fathom and of those of some packages that are installed; the default packages are
-    those that do the numerical work."""
+    """The versions of Python, Fathom and those of the given packages that are installed; by default, of packages that
+    do the numerical work."""
     found = {"python": platform.python_version(), "fathom": __version__}
     for package in packages:
         try:
@@ -113,5 +113,5 @@ def _cpu() -> str:
 
 
 def cores() -> int:
-    """CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

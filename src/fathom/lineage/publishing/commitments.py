@@ -70,7 +70,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def header_digest(tensors: Mapping[str, TensorInfo]) -> str:
-    """Hash of all names, types and shapes: equal for all models of one structure."""
+    """The hash of all tensors' names, types and shapes, which is equal for all models of one structure."""
     listed = [[name, tensors[name].dtype, list(tensors[name].shape)] for name in sorted(tensors)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
@@ -97,7 +97,8 @@ def side_files(store: TensorStore) -> list[str]:
 
 
 def content(weights: Weights) -> Content:
-    """SHA-256 of every local file of a model, and a root over them; a repository is identified by its commit."""
+    """The SHA-256 of every local file of a model, and a root hash over them; files of a repository are identified by
+    its commit."""
     digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights.store).items()}
     leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
     whole = len(leaves) == len(digests)
@@ -121,7 +122,8 @@ def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
 
 
 def leaves_of(weights: Weights, key: bytes = b"") -> dict[str, bytes]:
-    """One leaf per tensor, and one per file that gives the tensors their meaning."""
+    """The leaves of a commitment's hash tree: one for each tensor, and one for each file that gives the tensors their
+    meaning."""
     store = weights.store
     files = side_files(store) or sorted({info.file for info in store.tensors.values()})
     tensors = {name: leaf(weights, name, key) for name in sorted(store.tensors)}

@@ -70,7 +70,7 @@ class Control:
 
 @dataclass(frozen=True)
 class Identification:
-    """The candidates of a model, strongest first."""
+    """The candidates from which a model may come, the one with the strongest verdict first."""
 
     model: str
     searched: int  # cards
