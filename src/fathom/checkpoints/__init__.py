@@ -1,1 +1,1 @@
-"""Model directories, Fathom's and others': checked without trust, opened, and written."""
+"""Model directories, Fathom's and other projects': check them without trusting their files, open them, write them."""

@@ -103,7 +103,7 @@ def _is_quantised(config: object) -> bool:
 
 
 def _files(directory: Path) -> set[str]:
-    """Every file below, as `/`-separated relative names. Links may stay inside or point to the Hub cache's blobs."""
+    """The names of all files below a directory, relative to it and separated by `/`. Links may stay inside or point to the Hub cache's blobs."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the Hub cache: a snapshot has links to its repository's blobs
@@ -122,7 +122,7 @@ def _files(directory: Path) -> set[str]:
 
 
 def _check_weights(origin: LocalOrigin, files: set[str], needed: bool) -> dict[str, TensorInfo]:
-    """Check all weights; returns the tensors of the files that are read."""
+    """Check all weight files; returns the tensors of those files that opening the model will read."""
     read: dict[str, TensorInfo] = {}
     single = {name for name in files if name.endswith(".safetensors")}
     if needed and not single and not any(name.endswith(INDEX_SUFFIX) for name in files):

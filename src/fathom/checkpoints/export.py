@@ -134,7 +134,7 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
 
 
 def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
-    """A model with a family's own layers as that family's own class."""
+    """Convert a model that runs a family's own layers to that family's class in transformers."""
     config = model.config
     if name not in (None, config.host):
         raise ModelError(
@@ -147,7 +147,8 @@ def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
 
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
-    """A loop as the equal, deeper stock model: one layer for each visit, weights repeated."""
+    """Convert a looped model to the equivalent deeper one of a stock class: one layer per layer pass, with copied
+    weights."""
     if model.config.recurrence not in ("once", "loop"):
         raise ModelError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
@@ -170,7 +171,7 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
 def _stock(
     config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM, name: str | None = None
 ) -> PreTrainedModel:
-    """Some layers of a model, in a given order, as a family's own class."""
+    """Convert some layers of a model, in a given order, to a model of a family's own class."""
     layers = list(layers)
     plain = _plain(config, layers)
     family = FAMILIES[name] if name is not None else family_of(plain)
@@ -201,7 +202,7 @@ def _stock(
 
 
 def _plain(config: FathomConfig, layers: Sequence[int]) -> FathomConfig:
-    """The configuration of some layers without a recurrence. A scale of untied embeddings is folded into them where no
+    """The configuration of a plain model made of some layers, without the recurrence. A scale of untied embeddings is folded into them where no
     family has such a scale."""
     values = {
         key: value
@@ -291,7 +292,7 @@ def _shape(config: FathomConfig) -> dict[str, object]:
 
 
 def _trained(facts: Facts) -> list[str]:
-    """Paragraphs: steps and tokens, held-out scores, the recipe."""
+    """The model card's paragraphs on training: steps and tokens, held-out scores, the recipe."""
     found = []
     if facts.step is not None:
         tokens = "" if facts.tokens is None else f", {facts.tokens:,} tokens"
@@ -309,7 +310,8 @@ def _trained(facts: Facts) -> list[str]:
 
 
 def require_replaceable(directory: Path, *models: Path) -> None:
-    """Refuse to write over anything but an earlier export, and over the models that are read or another run's."""
+    """Refuse to overwrite anything but an earlier export; also refuse to overwrite an input model or another run's
+    model."""
     if not directory.exists():
         return
 
@@ -339,12 +341,13 @@ def _is_export(directory: Path) -> bool:
 
 
 def _auto_class(model: FathomPreTrainedModel) -> str:
-    """The Auto class that opens a model as it is."""
+    """The name of transformers' Auto class that opens a model."""
     return next(auto for auto, place in AUTO_MAP.items() if place.endswith(f".{type(model).__name__}"))
 
 
 def _add_code(directory: Path, config: FathomConfig) -> None:
-    """Copy Fathom's files, and those of mechanisms from other packages, which the copied registry then imports."""
+    """Copy Fathom's source files, and those of mechanisms from other packages; the copied registry imports the
+    latter."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
     files = {name: text for part in theirs for name, text in travelling(part).items()}
     ours = {"modeling"}
@@ -362,7 +365,8 @@ def _add_code(directory: Path, config: FathomConfig) -> None:
 
 
 def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write the tokenizer's special tokens into the configurations, and the model's context into the tokenizer's."""
+    """Write the tokenizer's special tokens into the model's configurations, and its context length into the
+    tokenizer's."""
     config = model.config
     ends = known(config.eos_token_id, tokenizer) or as_list(tokenizer.eos_token_id)
     begin = known(config.bos_token_id, tokenizer) or as_list(tokenizer.bos_token_id)

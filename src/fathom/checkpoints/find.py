@@ -1,4 +1,4 @@
-"""The model behind a path: a model directory, a run's model, or the model of a comparison's best run.
+"""The model directory for a path: itself, a run's model, or the model of a comparison's best run.
 
 Only names and reports are read here, no weights, so torch is not imported.
 """
@@ -19,7 +19,7 @@ from fathom.report.results import read_result
 
 @dataclass(frozen=True)
 class Facts:
-    """The training of a model, as far as known: a run's `result.json`, and the recipe as YAML."""
+    """What is known of how a model was trained: the contents of its run's `result.json`, and the recipe as YAML."""
 
     recipe: str | None = None
     step: int | None = None
@@ -28,7 +28,7 @@ class Facts:
 
     @classmethod
     def of(cls, run: Path) -> Facts:
-        """The facts in a run's result; empty without one."""
+        """The facts in a run's `result.json`; all of them None if the file does not exist."""
         path = run / RESULT
         remedy = "delete it, and `fathom train` on that directory writes it again"
         return read_result(cls, path, remedy) if path.exists() else cls()
@@ -36,14 +36,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class Gap:
-    """A difference to the control's loss."""
+    """A variant's difference in validation loss to the control variant."""
 
     mean: float
 
 
 @dataclass(frozen=True)
 class ScoredRun:
-    """A run of a comparison's report."""
+    """One run as a comparison's report lists it."""
 
     loss: float
     directory: str
@@ -51,7 +51,7 @@ class ScoredRun:
 
 @dataclass(frozen=True)
 class ScoredArm:
-    """An arm of a comparison's report."""
+    """One variant (arm) of a comparison as the report lists it."""
 
     name: str
     runs: list[ScoredRun]
@@ -61,12 +61,12 @@ class ScoredArm:
 
 @dataclass(frozen=True)
 class Scored:
-    """The part of a comparison's report that is read here."""
+    """The part of a comparison's report that is needed to find its best run."""
 
     arms: list[ScoredArm]
 
     def best(self) -> ScoredArm:
-        """The arm with the lowest mean validation loss."""
+        """The variant (arm) with the lowest mean validation loss."""
         control = math.inf if self.arms[0].loss is None else self.arms[0].loss
         # by the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds
         losses = {arm.name: control + arm.difference.mean if arm.difference else arm.loss for arm in self.arms}
@@ -75,7 +75,8 @@ class Scored:
 
 
 def find_model(path: str | Path) -> Path:
-    """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
+    """The directory of an exported model, from the path of a model directory, a run, or a comparison (its best
+    variant)."""
     path = local(path)
     found = run_and_step(path)
     if found is not None and found[1] is not None:
@@ -94,7 +95,7 @@ def find_model(path: str | Path) -> Path:
 
 
 def _no_model(run: Path) -> str:
-    """Why a run has no model, and the command that makes one."""
+    """Why a run has no exported model, and the command that writes it, for an error message."""
     name, steps = shlex.quote(str(run)), checkpoint_steps(run)
     writes = f"`fathom export {name} --to DIR` writes the model of its last checkpoint"
     if (run / RESULT).exists():
@@ -123,7 +124,8 @@ def checkpoint_steps(run: Path) -> list[int]:
 
 
 def experiment_of(run: Path) -> str | None:
-    """The ladder or comparison that a run belongs to, and whose plan fixes it; None for an independent run."""
+    """The kind of experiment, `ladder` or `comparison`, that a run belongs to and whose plan fixes the run; else
+    None."""
     run = run.resolve()
     if any((path / LADDER).exists() for path in run.parents[:5]):  # LADDER/rungs/1/arms/ARM/seed-0
         return "ladder"
@@ -131,7 +133,8 @@ def experiment_of(run: Path) -> str | None:
 
 
 def name_of(model: str | Path) -> str:
-    """The name of a model: of its run, not of the `model` directory inside it, and with the arm in a comparison."""
+    """A display name for a model: its run's name rather than `model`, preceded by the variant's name in a
+    comparison."""
     place = Path(model).resolve()
     place = place.parent if place.name == MODEL else place
     return f"{place.parent.name}-{place.name}" if place.parent.parent.name == ARMS else place.name
@@ -148,7 +151,7 @@ def holds_comparison(path: Path) -> bool:
 
 
 def best_run(comparison: Path) -> Path:
-    """The run with the lowest loss of a comparison's best arm."""
+    """The run with the lowest loss among the seeds of a comparison's best variant."""
     try:
         report = read_result(Scored, comparison / REPORT, "train it again")
     except DataError:

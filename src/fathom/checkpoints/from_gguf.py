@@ -53,7 +53,7 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
 
 
 def _unpacked() -> dict[str, object]:
-    """The argument that makes transformers unpack quantised weights; earlier versions always do."""
+    """The argument that makes transformers dequantise weights; empty for versions of transformers that always do."""
     try:
         from transformers import GgufConfig
     except ImportError:

@@ -1,4 +1,4 @@
-"""GGUF files of llama- and qwen-shaped models, as the tensors they were converted from."""
+"""Read GGUF files of Llama- and Qwen-like models as the Hugging Face tensors from which they were converted."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class _Cursor:
 
 
 class GgufStore:
-    """One GGUF file; `config` and `tokens` are in the form of a Hugging Face directory."""
+    """One GGUF file; `config` and `tokens` have the keys and form of Hugging Face's `config.json` and vocabulary."""
 
     def __init__(self, origin: Origin, file: str):
         self.origin, self.file = origin, file
@@ -131,7 +131,7 @@ class GgufStore:
         return TensorInfo(label, shape, self.file, start, stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """Rows as floats; the rotary row order of llama conversions is reversed."""
+        """Rows of a tensor as floats; llama.cpp's reordering of query and key rows is undone."""
         info = self.tensors[name]
         if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
@@ -153,7 +153,7 @@ class GgufStore:
 
 
 def _dequantised(raw: bytes, dtype: str) -> Array:
-    """Blocks of values with their scales: two simple types here, all others by the gguf package.
+    """Dequantise blocks of values: Q8_0 and Q4_0 are decoded here, all other types by the gguf package.
 
     Simple blocks have 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low
     halves.

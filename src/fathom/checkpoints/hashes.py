@@ -25,7 +25,7 @@ def write_hashes(directory: Path) -> None:
 
 
 def read_hashes(directory: Path) -> dict[str, str]:
-    """Hash by file name; empty if the directory has no such file."""
+    """The hashes in `weights.sha256` by file name; empty if the directory does not have this file."""
     path = directory / WEIGHT_HASHES
     if not path.is_file():
         return {}
@@ -36,7 +36,8 @@ def read_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed(directory: Path) -> str | None:
-    """The difference from `weights.sha256`, in one line; None if nothing does or the file is missing."""
+    """The first weight file that differs from its hash in `weights.sha256`, in words; None if none does or there are no
+    hashes."""
     for name, expected in read_hashes(directory).items():
         file = directory / name
         if file.is_file() and digest(file).sha256 == expected:
@@ -49,7 +50,7 @@ def changed(directory: Path) -> str | None:
 
 
 def warn_if_changed(directory: Path, verify: bool = False) -> None:
-    """Warn if weights differ from their hashes; weights above 2 GB are only checked with `verify`."""
+    """Warn if weight files differ from their hashes; weights above 2 GB in total are checked only with `verify`."""
     size = sum(file.stat().st_size for name in read_hashes(directory) if (file := directory / name).is_file())
     if (verify or size <= ALWAYS_CHECKED) and (problem := changed(directory)):
         warnings.warn(problem, stacklevel=2)

@@ -50,7 +50,7 @@ def local(where: str | Path, code: bool = False, files: tuple[str, ...] = WANTED
 
 @lru_cache
 def _snapshot(repo: str, revision: str, files: tuple[str, ...]) -> Path:
-    """Cached for the process: later calls get the same commit."""
+    """Download a repository's snapshot; the result is cached, so that a process always gets the same commit."""
     name = repo if revision == "main" else f"{repo}@{revision}"
     where = f"{name}: no such directory, and the Hub ({constants.ENDPOINT})"
     logging.set_verbosity_error()  # it warns of every retry; failures are reported as errors here

@@ -1,4 +1,4 @@
-"""Weights in eight bits, for inference on a CPU: a quarter of the memory, and decoding that waits for memory is faster.
+"""Weights in eight bits, for inference on a CPU: a quarter of the memory, and faster decoding if it is memory-bound.
 
 Each output's weights share a scale, and each token's inputs another. Inputs have two digits of eight bits: the second
 rounds what the first leaves. With one digit, inputs would cost more accuracy than weights do. Products are of integers,
@@ -71,7 +71,7 @@ class Int8Linear(nn.Module):
         return made.view(*hidden_states.shape[:-1], self.out_features).to(hidden_states.dtype)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Int8Linear:
-        """Return this layer itself, because nothing writes to it."""
+        """Return this layer itself instead of a copy, because its tensors never change."""
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
@@ -82,7 +82,7 @@ class Int8Linear(nn.Module):
 
 
 class FewOutputs(nn.Module):
-    """A linear layer of few outputs, whose rows are summed one by one.
+    """A linear layer with few outputs that computes each output by its own sum instead of a matrix product.
 
     A product of matrices sums in an order that depends on the number of rows, and eight bits enlarge the difference.
 
@@ -126,7 +126,7 @@ def quantise(model: nn.Module) -> int:
 
 
 def refusal(model: nn.Module) -> str | None:
-    """Why a model cannot be stored in eight bits here; None if it can."""
+    """Why a model cannot be stored in eight bits on its device or with this torch; None if it can."""
     device = next((one.device.type for one in model.parameters()), "cpu")
     if device != "cpu":
         return f"is for CPUs; this model is on {device}"
@@ -136,12 +136,12 @@ def refusal(model: nn.Module) -> str | None:
 
 
 def fits(linear: nn.Linear) -> bool:
-    """Whether a layer is a plain linear one that is large enough."""
+    """Whether a layer is a plain `nn.Linear` with enough inputs and outputs to be stored in eight bits."""
     return is_plain(linear) and linear.out_features >= LEAST
 
 
 def is_plain(linear: nn.Linear) -> bool:
-    """Whether a layer computes its product and nothing else, of enough inputs."""
+    """Whether a layer is a plain `nn.Linear` without hooks, and has enough inputs to be stored in eight bits."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks
     plain = type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
     return plain and type(linear.weight) is nn.Parameter and linear.in_features >= LEAST and linear.out_features > 0

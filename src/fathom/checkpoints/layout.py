@@ -69,7 +69,8 @@ def step_number(name: str) -> int | None:
 
 
 def run_and_step(where: str | Path) -> tuple[Path, int | None] | None:
-    """The run, and the step if one is named, of `RUN`, `RUN@step-400` or `RUN/step-000400`; None if it is no run's."""
+    """The run, and its step if one is named, in `RUN`, `RUN@step-400` or `RUN/step-000400`; None if the path is not of
+    a run."""
     path = Path(where)
     step = step_number(path.name)
     if step is not None and (path / MANIFEST).is_file():

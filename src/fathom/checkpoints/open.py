@@ -61,7 +61,7 @@ class Opening:
 
     @property
     def numbers(self) -> str:
-        """The number format of the computation, for results."""
+        """The dtype of the computation, and the weights' format if it is not `stored`, as text for result files."""
         return self.dtype if self.weights == "stored" else f"{self.dtype}, weights {self.weights}"
 
 
@@ -137,7 +137,8 @@ def open_checkpoint(
 
 @contextlib.contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Any error as a `ModelError`, since the errors of libraries depend on the values in the files."""
+    """Turn any error into a one-line `ModelError`, since bad values in files raise many types of errors in
+    libraries."""
     try:
         yield
     except (FathomError, MemoryError, torch.OutOfMemoryError):
@@ -150,7 +151,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of 16-bit numbers; assumed for processors other than x86."""
+    """Whether this CPU has instructions for 16-bit products; processors other than x86 are assumed to have them."""
     able = torch.cpu.get_capabilities()
     if able.get("architecture") != "x86_64":
         return True
@@ -159,7 +160,7 @@ def multiplies(dtype: torch.dtype) -> bool:
 
 
 def _fast_on_this_cpu(model: PreTrainedModel) -> PreTrainedModel:
-    """The model in float32, if the CPU would emulate its 16-bit numbers; the weights keep their values."""
+    """The model converted to float32 if the CPU would only emulate its 16-bit type; the weights keep their values."""
     stored = model.dtype
     if stored not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False) or multiplies(stored):
         return model
@@ -172,7 +173,7 @@ def _fast_on_this_cpu(model: PreTrainedModel) -> PreTrainedModel:
 def _open_stranger(
     directory: Path, config: dict[str, object], dtype: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model that transformers knows, or whose own code is trusted."""
+    """Open a model that Fathom does not know: by transformers, or by the model's own code if it is trusted."""
     for key in ("hidden_act", "hidden_activation"):
         if isinstance(config.get(key), str) and config[key] not in ACT2FN:
             raise ModelError(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
@@ -198,7 +199,8 @@ def _open_stranger(
 
 
 def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> None:
-    """Refuse tensors that transformers would initialise at random, and name unused ones.
+    """Refuse a checkpoint whose missing tensors transformers would initialise at random; print the names of unused
+    tensors.
 
     Args:
         directory: The checkpoint's directory.
@@ -216,7 +218,7 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
 
 
 def own_context(directory: Path, trust_remote_code: bool = False, ignore_keys: Collection[str] = ()) -> int | None:
-    """The longest context of a checked checkpoint, under any name that transformers knows for it."""
+    """The maximum context length of a checkpoint, by whatever key its `config.json` gives it; None if unknown."""
     config = check_checkpoint(directory)
     try:
         if config.get("model_type") in known():

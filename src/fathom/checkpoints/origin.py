@@ -30,7 +30,7 @@ _REVISION = re.compile(r"[\w./-]{1,128}")
 
 
 def safe_name(name: object) -> str:
-    """A relative file name that stays inside its directory, or a refusal."""
+    """Return a file name if it is relative and stays inside its directory; raise a `ModelError` otherwise."""
     if not isinstance(name, str) or not name or len(name) > 255:
         raise ModelError(f"not a file name: {name!r:.80}")
     parts = PurePosixPath(name).parts
@@ -40,7 +40,7 @@ def safe_name(name: object) -> str:
 
 
 class Shelf:
-    """A cache of bytes by file and position, so that none is read twice.
+    """A cache of bytes by file and position, so that no byte is read twice.
 
     The bytes are in memory, or with `spill` in temporary files, which take the same space on disk.
     """
@@ -52,7 +52,7 @@ class Shelf:
         self._files: dict[str, IO[bytes]] = {}
 
     def read(self, path: str, start: int, stop: int, fetch: Callable[[str, int, int], bytearray]) -> bytearray:
-        """The bytes [start, stop); only uncached ones are read."""
+        """The bytes [start, stop) of a file; only bytes that are not cached are fetched."""
         starts, stops = self._places.setdefault(path, ([], []))
         out = bytearray(stop - start)
         place = start
@@ -81,7 +81,7 @@ class Shelf:
             self._blocks[path, start] = block
 
     def _kept(self, path: str, block: int, start: int, stop: int) -> bytes | memoryview:
-        """Bytes of the block that begins at `block`."""
+        """The bytes [start, stop) from the cached block that begins at position `block`."""
         if self._spill:
             self._files[path].seek(start)
             return self._files[path].read(stop - start)
@@ -152,7 +152,7 @@ class RemoteOrigin:
         self._token = get_token()  # HF_TOKEN, or the token of `hf auth login`
 
     def exists(self, path: str) -> bool:
-        """Whether the file is there (one one-byte request the first time)."""
+        """Whether the file exists; the first call for a file requests one byte of it."""
         if path not in self._sizes:
             try:
                 self._fetch(path, 0, 1)
@@ -174,7 +174,7 @@ class RemoteOrigin:
         return self.shelf.read(path, start, stop, self._fetch) if self.shelf else self._fetch(path, start, stop)
 
     def names(self) -> list[str]:
-        """Empty: a remote repository is not listed, since its index names the shards."""
+        """An empty list: the files of a remote repository are not listed, since its index names the shards."""
         return []
 
     def _fetch(self, path: str, start: int, stop: int) -> bytearray:
@@ -237,7 +237,8 @@ def repository_of(where: str) -> tuple[str, str] | None:
 
 
 def open_origin(where: str) -> tuple[Origin, str | None]:
-    """An origin for a directory, a file or `org/name@revision`, and the file's name if a file was given."""
+    """The origin (source of bytes) for a directory, a file or `org/name@revision`, and the file's name if a file was
+    given."""
     path = Path(where)
     if path.is_dir():
         return LocalOrigin(path), None
@@ -249,7 +250,7 @@ def open_origin(where: str) -> tuple[Origin, str | None]:
 
 
 def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
-    """The contents of a small file; refused above the limit."""
+    """The contents of a small file; raises a `ModelError` if the file is larger than the limit."""
     size = origin.size(path)
     if size > limit:
         raise ModelError(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")
@@ -264,7 +265,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, object]:
-    """A JSON object from untrusted bytes; anything else is refused with the reason."""
+    """Parse untrusted bytes as a JSON object; raises a `ModelError` with the reason for anything else."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
     except UnicodeDecodeError:

@@ -1,4 +1,5 @@
-"""Where a command may write: a folder that holds nothing of another command, a file that is new or of its own kind."""
+"""Check output paths: a folder must not hold another command's output, a file must be new or of the kind to be
+written."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ LITTER = {".DS_Store", "Thumbs.db", "desktop.ini"}
 
 
 def contents(folder: Path) -> tuple[Kind, str] | None:
-    """What a folder holds, and a file that shows it; None if it holds nothing that a command would take for its own."""
+    """The kind of output that a folder holds, and a file that shows it; None if it holds no output of any command."""
     for kind, names in MARKS:
         found = [next(folder.glob(name), None) for name in names]
         if (shown := found[-1]) is not None and None not in found:
@@ -89,7 +90,7 @@ def is_empty(folder: Path) -> bool:
 
 
 def require_folder(folder: Path, *own: Kind) -> None:
-    """Refuse a folder that holds something else than a command writes, or that cannot be one.
+    """Refuse an output folder that holds files of another command, or whose path cannot be a folder.
 
     Args:
         folder: The folder, which need not exist.
@@ -101,7 +102,7 @@ def require_folder(folder: Path, *own: Kind) -> None:
 
 
 def require_file(file: Path, what: str, is_own: Callable[[Path], bool]) -> None:
-    """Refuse to write over a file of another kind.
+    """Refuse to overwrite a file that is not of the kind that the command writes.
 
     Args:
         file: The file, which need not exist.
@@ -122,7 +123,7 @@ def is_page(file: Path) -> bool:
 
 
 def is_file_with(key: str) -> Callable[[Path], bool]:
-    """Whether a path is a file of a JSON object with a key."""
+    """A test for whether a path is a JSON file whose object has the given key."""
 
     def is_one(file: Path) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""Whether Fathom computes what a family's own class computes, tested on a small copy of one configuration.
+"""Test on a small copy of a configuration whether Fathom computes the same logits as the family's own class.
 
 The copy (`shrink.py`) has random weights (`twin.py`). transformers' class and Fathom open it and run it in several
 ways, and their logits must be equal, to the last bit unless the family says why they cannot be (`Family.rounding`).
@@ -55,7 +55,7 @@ LEFT_OUT = ("quantization_config",)
 
 @dataclass(frozen=True)
 class Comparison:
-    """One way of running both models."""
+    """The result of running both models in one way: how far their logits differ, and how far they may."""
 
     way: str
     """How they were run."""
@@ -135,7 +135,7 @@ def check(where: str | Path, ignore_keys: Collection[str] = ()) -> Check:
 
 
 def _directory(where: str | Path) -> Path:
-    """The model's directory, or a refusal."""
+    """The model's directory; raises a `ModelError` for a GGUF file, which has no `config.json` to compare."""
     path = local(where, files=(CONFIG,))
     holds_gguf = path.is_dir() and not (path / CONFIG).exists() and any(path.glob(f"*{SUFFIX}"))
     if is_gguf(path) or holds_gguf:
@@ -146,7 +146,7 @@ def _directory(where: str | Path) -> Path:
 
 
 def _kind(where: str | Path, config: Values, directory: Path, ignore_keys: Collection[str]) -> str:
-    """The family of a configuration that Fathom opens, or a refusal."""
+    """The `model_type` to compare; raises a `ModelError` if Fathom or transformers has no class for it."""
     kind = str(config.get("model_type"))
     if kind == FathomConfig.model_type:
         raise ModelError(f"{where} is an export of Fathom, which no other class opens: nothing to compare")
@@ -163,7 +163,8 @@ def _kind(where: str | Path, config: Values, directory: Path, ignore_keys: Colle
 def _compare(
     theirs: type[PreTrainedModel], small: Small, rounding: Rounding | None, ignore_keys: Collection[str]
 ) -> Iterator[Comparison]:
-    """Run both models in every way, with SDPA if the class has it, and once with eager attention."""
+    """Compare both models in every way of running them with SDPA (with eager if the class has no SDPA), and once with
+    eager."""
     runs: dict[str, dict[str, View]] = {"sdpa": VIEWS, "eager": {EAGER: whole}}
     if not runs_in_sdpa(theirs, small.config):
         runs = {"eager": VIEWS}

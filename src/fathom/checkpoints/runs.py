@@ -1,4 +1,4 @@
-"""Runs and comparisons on disk: the models in them, read without the training code."""
+"""Open the models of runs and comparisons on disk, without importing the training code."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with its tokenizer and training facts."""
+    """An opened model with its tokenizer and what is known of its training."""
 
     model: FathomForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
@@ -72,7 +72,8 @@ class Opened:
 
 
 def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Opened:
-    """The model of a run (finished, or at its newest checkpoint), of a comparison's best run or of a model directory.
+    """Open the model of a run (finished, or its newest checkpoint), of a comparison's best run, or of a model
+    directory.
 
     Args:
         source: One of these, a run's checkpoint (`RUN@step-400`), or `org/name[@revision]` on the Hub.
@@ -107,7 +108,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
 
 
 def read_config(directory: Path, ignore_keys: Collection[str] = ()) -> FathomConfig:
-    """The configuration of a model directory, ours or of another family that opens.
+    """The configuration of a model directory, which is Fathom's own or of a family that Fathom can open.
 
     Args:
         directory: The model directory.
@@ -128,7 +129,7 @@ def read_config(directory: Path, ignore_keys: Collection[str] = ()) -> FathomCon
 
 
 def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> FathomForCausalLM:
-    """The model of a checked directory.
+    """Open the model in a directory that `check_checkpoint` has accepted.
 
     Args:
         directory: The model directory.
@@ -165,7 +166,7 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
 
 
 def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts, saved: Saved | None) -> Opened:
-    """A checkpoint of a run, without facts that belong to another step."""
+    """Open a checkpoint of a run; training facts that were recorded at another step are left out."""
     recipe = _recipe_of(run)
     _refuse_adapters(run)
     if saved is None:
@@ -210,7 +211,8 @@ _configs: dict[str, FathomConfig] = {}
 
 
 def _built(keys: dict[str, object]) -> FathomConfig:
-    """A configuration of one's own; the mechanisms that are registered decide which keys are valid."""
+    """A fresh copy of the configuration with these keys, which is cached as long as the registered mechanisms do not
+    change."""
     values = repr((sorted(keys.items()), list(map(id, known_mechanisms().values()))))
     if values not in _configs:
         _configs[values] = FathomConfig(**copy.deepcopy(keys))
@@ -218,19 +220,20 @@ def _built(keys: dict[str, object]) -> FathomConfig:
 
 
 def changes_of(block: Mapping[str, object]) -> dict[str, tuple[object, object]]:
-    """The keys on which a recipe's model block differs from its `from_pretrained`, as (checkpoint's, recipe's)."""
+    """The keys whose value in a recipe's model block differs from the `from_pretrained` checkpoint's, as (checkpoint's,
+    recipe's)."""
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
     return {} if source is None else differing(_stored(str(source), keys), config_of(block), keys)
 
 
 def _stored(source: str, keys: Mapping[str, object]) -> FathomConfig:
-    """The configuration of the model in `from_pretrained`, as it stands there."""
+    """The configuration of the checkpoint that `from_pretrained` names, without the recipe's changes."""
     return _configured(source, **{key: keys[key] for key in ("ignore_keys",) if key in keys})
 
 
 def _configured(source: str, **keys: object) -> FathomConfig:
-    """The configuration of the model in `from_pretrained`, overridden by the keys."""
+    """The configuration of the checkpoint that `from_pretrained` names, overridden by the given keys."""
     directory = model_directory(source)
     if directory is not None:
         if not (directory / CONFIG).is_file():
@@ -252,7 +255,8 @@ def _configured(source: str, **keys: object) -> FathomConfig:
 
 
 def model_directory(source: str | Path) -> Path | None:
-    """The model directory that `from_pretrained` names; None for a run with checkpoints, whose fp32 weights are used.
+    """The model directory that `from_pretrained` names; None for a run with checkpoints, which are opened instead in
+    fp32.
 
     For a run without checkpoints, or with trained adapters, it is the finished model.
     """
@@ -264,12 +268,13 @@ def model_directory(source: str | Path) -> Path | None:
 
 
 def is_source(source: str | Path) -> bool:
-    """Whether `from_pretrained` accepts a name; the Hub is not contacted."""
+    """Whether a name has a form that `from_pretrained` accepts; the Hub is not contacted."""
     return (Path(source) / CONFIG).is_file() or run_and_step(source) is not None or repository(source) is not None
 
 
 def find_checkpoint(where: str | Path) -> Saved:
-    """The intact checkpoint that `RUN` (its newest), `RUN@step-400` or `RUN/step-000400` names."""
+    """The checkpoint that `RUN@step-400`, `RUN/step-000400` or `RUN` (the newest intact one) names; raises if it is
+    damaged."""
     found = run_and_step(where)
     if found is None:
         raise ModelError(f"{where}: no run ({RECIPE}) there; a checkpoint is named as in RUN@step-400")
@@ -289,7 +294,7 @@ def find_checkpoint(where: str | Path) -> Saved:
 
 
 def is_settled(where: str | Path, saved: Saved) -> bool:
-    """Whether a name will always mean this checkpoint: it contains the step, or the run is finished."""
+    """Whether a checkpoint's name will always mean this checkpoint, because it has a step or the run is finished."""
     found = run_and_step(where)
     return found is None or found[1] is not None or (found[0] / RESULT).exists()
 
@@ -306,7 +311,7 @@ def read_weights(saved: Saved) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The parts of a run's recipe that are read here."""
+    """The blocks of a run's recipe that are needed to open its model."""
 
     model: dict[str, object]
     data: dict[str, object] = field(default_factory=dict)
@@ -349,7 +354,7 @@ def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Sa
 
 
 def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
-    """Read a checkpoint into tensors, with any sharding on either side, on all ranks together or on one of them."""
+    """Read a checkpoint into existing tensors; both may be sharded in any way, and all ranks or one rank may read."""
     reader = dcp.HuggingFaceStorageReader(str(directory))
     try:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
@@ -358,7 +363,7 @@ def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = F
 
 
 def damage(directory: Path) -> str | None:
-    """The fault of a checkpoint's files, in words; None if nothing."""
+    """What is wrong with a checkpoint's files, in words; None if they are intact."""
     try:
         files = restored(dict[str, Digest], read_json(directory / MANIFEST)["files"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -376,7 +381,7 @@ def damage(directory: Path) -> str | None:
 
 
 def reason(error: BaseException) -> str:
-    """The innermost cause in one line, because torch.distributed.checkpoint wraps errors in long messages."""
+    """The innermost error's message in one line, because torch.distributed.checkpoint wraps errors in long messages."""
     failures = getattr(error, "failures", None)
     if failures:
         error = next(iter(failures.values()))[0]

@@ -38,7 +38,7 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 @dataclass(frozen=True)
 class Small:
-    """A small copy of a configuration."""
+    """A scaled-down copy of a configuration, and how long its test texts must be."""
 
     config: Values
     tokens: int
@@ -71,7 +71,7 @@ def shrink(config: Values) -> Small:
 
 
 def read_as_class(config: Values) -> PreTrainedConfig:
-    """A `config.json` as transformers' own class reads it, with defaults for missing keys."""
+    """A `config.json` parsed by transformers' configuration class, which fills in defaults for missing keys."""
     arguments = {key: value for key, value in config.items() if key != "model_type"}
     read: PreTrainedConfig = CONFIG_MAPPING[config["model_type"]](**arguments)
     return read
@@ -93,7 +93,7 @@ def _head_dim(full: PreTrainedConfig) -> int:
 
 
 def _shapes(full: PreTrainedConfig) -> dict[str, int]:
-    """The sizes of tensors under transformers' common names. Those that are equal, or divide one another, still do."""
+    """The small copy's sizes of tensors, under transformers' common names such as `hidden_size`. Those that are equal, or divide one another, still do."""
     hidden, heads, head = full.hidden_size, full.num_attention_heads, _head_dim(full)
     kv_heads = getattr(full, "num_key_value_heads", None) or heads
     few = min(HEADS - 1 if hidden % heads else HEADS, heads)  # 3 do not divide the width, and 4 do
@@ -121,7 +121,8 @@ def _shapes(full: PreTrainedConfig) -> dict[str, int]:
 
 
 def _small_head(full: PreTrainedConfig, head: int) -> int:
-    """The width of a small head: RoPE turns at least eight of its channels, an even number if it does in the model."""
+    """The width of a small head, such that RoPE rotates at least eight channels, and an even number if it does in the
+    model."""
     shares = [1.0, *(rope.get("partial_rotary_factor") or 1.0 for rope in _ropes(full))]
     for small in range(8, head, 8):
         turned = [(int(small * share), int(head * share)) for share in shares]
@@ -131,7 +132,7 @@ def _small_head(full: PreTrainedConfig, head: int) -> int:
 
 
 def _ropes(full: PreTrainedConfig) -> list[dict[str, Any]]:
-    """The parameters of RoPE: none, one set, or one for each type of layer."""
+    """The RoPE parameters as a list: empty, one set, or one set for each type of layer."""
     given = getattr(full, "rope_parameters", None)
     if not isinstance(given, dict) or not given:
         return []
@@ -149,7 +150,7 @@ def _original_context(full: PreTrainedConfig) -> int | None:
 
 
 def _lengths(full: PreTrainedConfig) -> dict[str, int]:
-    """The context, its original, and the window. If the class has none, one as long as the context is not shortened."""
+    """The small copy's lengths: the context, the context before RoPE scaling, and the sliding window. If the class has none, one as long as the context is not shortened."""
     context, original, lengths = full.max_position_embeddings, _original_context(full), {}
     if original is None:
         lengths["max_position_embeddings"] = min(SHORT, context)
@@ -164,7 +165,7 @@ def _lengths(full: PreTrainedConfig) -> dict[str, int]:
 
 
 def _layers(config: Values, full: PreTrainedConfig) -> int:
-    """The number of layers, enough for every kind."""
+    """The small copy's number of layers, enough to have every kind of layer."""
     derived = [getattr(full, key, None) for key in BY_LAYER if key not in config]
     last = [max(map(kinds.index, kinds)) + 1 for kinds in derived if isinstance(kinds, list) and kinds]
     enough = [layers for layers in last if layers <= DEEPEST]
@@ -172,17 +173,18 @@ def _layers(config: Values, full: PreTrainedConfig) -> int:
 
 
 def _by_layer(config: Values, layers: int) -> list[str]:
-    """The keys of lists with an entry for each layer."""
+    """The keys of `config.json` whose value is a list with an entry for each layer."""
     return [key for key, value in config.items() if isinstance(value, list) and len(value) == layers and "layer" in key]
 
 
 def _kinds(config: Values, layers: int) -> list[str]:
-    """The kind of each layer: its entries in these lists."""
+    """The kind of each layer: its entries in the per-layer lists of `config.json`, as one string."""
     return list(map(str, zip(*(config[key] for key in _by_layer(config, layers)), strict=True)))
 
 
 def _one_of_each_kind(config: Values, layers: int, few: int) -> Values:
-    """The lists with an entry for each layer: the first of every kind, then others from the start, in order."""
+    """The per-layer lists, shortened: the first layer of each kind is kept, then other layers from the start, in
+    order."""
     kinds = _kinds(config, layers)
     first = [kinds.index(kind) for kind in dict.fromkeys(kinds)]
     kept = sorted(list(dict.fromkeys([*first, *range(layers)]))[:few])
@@ -190,7 +192,8 @@ def _one_of_each_kind(config: Values, layers: int, few: int) -> Values:
 
 
 def _rope(given: Values, share: float, sizes: dict[str, int]) -> Values:
-    """Parameters of RoPE for a small head: original context, and a factor for every second channel."""
+    """RoPE parameters for a small head: the original context is scaled, and lists of factors per channel pair are
+    thinned."""
     small: Values = {}
     for key, value in given.items():
         if isinstance(value, dict):
@@ -204,7 +207,8 @@ def _rope(given: Values, share: float, sizes: dict[str, int]) -> Values:
 
 
 def _token(given: Any, vocabulary: int) -> Any:
-    """A token's id in the small vocabulary; ids outside the model's stay as far outside the small one."""
+    """A token id moved into the small vocabulary; an id beyond the model's vocabulary stays as far beyond the small
+    one."""
     if isinstance(given, list):
         return [_token(one, vocabulary) for one in given]
     if not isinstance(given, int) or given < VOCABULARY <= vocabulary:

@@ -11,7 +11,8 @@ Ids = int | Sequence[int] | None
 
 
 def stop_tokens(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end a text: the checkpoint's, which end an answer of a chat model, and the tokenizer's EOS.
+    """The tokens that end generation: those of the checkpoint, such as a chat model's end of turn, and the tokenizer's
+    EOS.
 
     Args:
         own: The `eos_token_id` of a configuration.
@@ -26,24 +27,24 @@ def pad_token(own: Ids, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]
 
 
 def known(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Those ids of a configuration that are special tokens of its tokenizer."""
+    """The ids in a configuration's entry that are special tokens of its tokenizer."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     return [token for token in as_list(own) if token in special]
 
 
 def as_list(ids: Ids) -> list[int]:
-    """One, several or no tokens as a list; values in a file that are not numbers are ignored."""
+    """Convert a token id, a list of ids or None to a list; values that are not integers are ignored."""
     several = [ids] if isinstance(ids, int) else ids if isinstance(ids, Sequence) else []
     return [token for token in several if isinstance(token, int)]
 
 
 def as_field(ids: Sequence[int]) -> Ids:
-    """A list of ids in a configuration's form: one id, a list, or None."""
+    """Convert a list of token ids to the form that a configuration has: a single id, a list, or None if it is empty."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 def unknown_token(ids: Iterable[int], model: PreTrainedModel) -> str | None:
-    """Why a model cannot read these tokens of its tokenizer: it has no embedding for one of them. None if it can."""
+    """An error message if a model has no embedding for one of these tokens of its tokenizer. None if it can."""
     size, largest = model.config.get_text_config(decoder=True).vocab_size, max(ids, default=0)
     if largest < size:
         return None

@@ -56,7 +56,8 @@ class TensorInfo:
 
 
 class TensorStore(Protocol):
-    """Named tensors of one origin, read as float32 (float64 if stored so), by ranges of their first axis."""
+    """Protocol of a checkpoint's tensors, read by name and row ranges as float32 (or float64 if they are stored in
+    float64)."""
 
     @property
     def origin(self) -> Origin:
@@ -67,7 +68,7 @@ class TensorStore(Protocol):
         """The entry of every tensor, by name."""
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """The rows in the given half-open ranges, all by default."""
+        """A tensor's rows in the given half-open ranges; all rows by default."""
 
 
 def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str, TensorInfo]:
@@ -135,7 +136,7 @@ def read_index(origin: Origin, file: str) -> dict[str, str]:
 
 
 class SafetensorsStore:
-    """One safetensors file, or the shards of one checkpoint."""
+    """The tensors of one safetensors file, or of all shards of one checkpoint."""
 
     def __init__(self, origin: Origin, files: Iterable[str], weight_map: Mapping[str, str] | None = None):
         self.origin = origin
@@ -156,7 +157,8 @@ class SafetensorsStore:
         return self.origin.read(info.file, info.start, info.stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """The rows in the given half-open ranges, all by default; 8-bit weights are multiplied by their scales."""
+        """A tensor's rows in the given half-open ranges (all by default); 8-bit weights are multiplied by
+        their scales."""
         info = self.tensors[name]
         if info.dtype not in FLOATS:
             raise ModelError(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")
@@ -181,7 +183,7 @@ class SafetensorsStore:
 
 
 def read_rows(origin: Origin, info: TensorInfo, rows: Ranges | None) -> Array:
-    """Ranges of the first axis of a stored tensor; ranges that touch are read together."""
+    """Read ranges of rows of a stored tensor; neighbouring ranges are read by one request."""
     if rows is None or not info.shape:
         return decode(origin.read(info.file, info.start, info.stop), info.dtype).reshape(info.shape)
     row_bytes = math.prod(info.shape[1:]) * ITEM_BYTES[info.dtype]
@@ -232,7 +234,7 @@ def decode(raw: bytes | bytearray, dtype: str) -> Array:
 
 
 class AdapterStore:
-    """A base checkpoint with a LoRA adapter: W + scale · B A, added as rows are read."""
+    """A base checkpoint with a LoRA adapter: W + scale · B A is computed for the rows that are read."""
 
     def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, object]):
         kind = config.get("peft_type")
@@ -305,7 +307,8 @@ _SKIPPED = re.compile(r"^(consolidated|adapter_|optimizer|training_|rng_state|sc
 
 
 def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStore:
-    """The checkpoint at an origin: the named file, the single file, the index's shards, or any other weights files."""
+    """Open the checkpoint at an origin: the named file, else `model.safetensors`, the index's shards, or all
+    safetensors files."""
     if file is not None:
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
@@ -329,7 +332,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
 
 
 def warn_of_unread(directory: str | Path, names: Iterable[str], read: set[str]) -> None:
-    """Say which weights are read where the directory has others, such as another format of the same model."""
+    """Warn which weight files are read if the directory has further ones, such as another format of the same model."""
     kinds = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
     unread = sorted(name for name in names if name.lower().endswith(kinds) and not _SKIPPED.match(name))
     if read and (unread := [name for name in unread if name not in read]):
@@ -357,5 +360,5 @@ def _usable(store: SafetensorsStore) -> SafetensorsStore:
 
 
 def is_scale(name: str) -> bool:
-    """Whether a tensor only scales another one."""
+    """Whether a tensor's name is that of the scales of another, quantised tensor."""
     return bool(_SCALE.search(name))

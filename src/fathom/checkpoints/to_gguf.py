@@ -1,6 +1,6 @@
-"""A stock Llama, Qwen2 or Qwen3 and its tokenizer as one GGUF file, for llama.cpp and programs based on it.
+"""Write a stock Llama, Qwen2 or Qwen3 and its tokenizer as a GGUF file, for llama.cpp and programs based on it.
 
-llama.cpp rotates pairs of neighbouring channels of its `llama`, not the two halves of a head: the rows of queries and
+For a `llama`, llama.cpp rotates pairs of neighbouring channels, not the two halves of a head: the rows of queries and
 keys are reordered accordingly.
 """
 
@@ -32,7 +32,7 @@ LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
-    """Write weights as they are stored (norms in float32), shape and tokenizer.
+    """Write a GGUF file: the weights in their own dtype (norms in float32), the configuration and the tokenizer.
 
     Args:
         path: The file to write.
@@ -148,7 +148,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 
 
 def _splitting(backend: dict[str, Any]) -> str:
-    """llama.cpp's name for the way a byte-level BPE splits text into words."""
+    """llama.cpp's name for this tokenizer's pre-tokenizer, which splits text into words before byte-level BPE."""
     if backend["model"]["type"] != "BPE":
         raise ModelError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
     steps = backend["pre_tokenizer"] or {}

@@ -46,13 +46,14 @@ def open_tokenizer(
 
 
 def missing(error: BaseException) -> str | None:
-    """Explain a `KeyError` about the files of a tokenizer: Python gives the key alone."""
+    """A message for a `KeyError` raised by a tokenizer's files, since Python's message is only the key; None for other
+    errors."""
     return f"its files have no {error}" if isinstance(error, KeyError) else None
 
 
 def what_lacks(directory: Path) -> str | None:
-    """The missing part of a directory without `tokenizer.json`: a tokenizer, or the package that reads its
-    `tokenizer.model`; None if it has one, or another kind."""
+    """What is missing if a directory has no `tokenizer.json`: tokenizer files, or the package that reads its
+    `tokenizer.model`; None if it has a tokenizer in another format."""
     if not directory.is_dir() or (directory / TOKENIZER_JSON).exists():
         return None
     others = (SENTENCEPIECE_MODEL, VOCABULARY, QWEN_TIKTOKEN, TOKENIZER_CONFIG, "*.tiktoken", "vocab.txt", "*.spm")
@@ -83,14 +84,15 @@ def identity(tokenizer_json: str) -> str:
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte of each character in byte-level vocabularies: visible Latin-1 is itself, others start at U+0100."""
+    """The byte for each character of GPT-2's byte-level vocabularies: visible Latin-1 stands for itself, U+0100 on for
+    the rest."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
 
 
 def message_fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values of a protocol-buffer message: integers, or the bytes of any other type.
+    """Parse a protocol-buffer message into field numbers and values: varints as integers, all other types as bytes.
 
     If it does not parse, a `ValueError` follows the valid fields.
     """

@@ -42,7 +42,7 @@ class Batch:
 
 
 def make_batch(tokens: int, vocabulary: int, seed: int = 1) -> Batch:
-    """Random texts, one of `tokens` tokens and one of two fewer."""
+    """Two random texts, one of `tokens` tokens and one that is two tokens shorter."""
     ids = torch.randint(0, vocabulary, (2, tokens), generator=torch.Generator().manual_seed(seed))
     mask = torch.ones_like(ids)
     mask[1, : min(2, tokens - 1)] = 0
@@ -51,7 +51,8 @@ def make_batch(tokens: int, vocabulary: int, seed: int = 1) -> Batch:
 
 @torch.no_grad()
 def write_twin(config: Values, directory: Path, seed: int = 0) -> None:
-    """Write a model directory: this `config.json`, and random weights, gains and biases under the class's names."""
+    """Write a model directory with this `config.json` and random weights, norm gains and biases under the class's
+    names."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(read_as_class(config), dtype=torch.float32)
@@ -65,14 +66,14 @@ def write_twin(config: Values, directory: Path, seed: int = 0) -> None:
 
 
 def runs_in_sdpa(theirs: type[PreTrainedModel], config: Values) -> bool:
-    """Whether a class computes the same in SDPA. The Gemma 2 of some versions says so, and drops its softcap there."""
+    """Whether a transformers class gives the same results with SDPA as with eager attention. The Gemma 2 of some versions says so, and drops its softcap there."""
     return bool(theirs._supports_sdpa) and not getattr(read_as_class(config), "attn_logit_softcapping", None)
 
 
 def open_both(
     directory: Path, dtype: torch.dtype, attention: str, ignore_keys: Collection[str] = ()
 ) -> tuple[PreTrainedModel, FathomForCausalLM]:
-    """The directory's model as its class in transformers opens it, and as Fathom does without these keys."""
+    """A directory's model, opened by its transformers class and by Fathom, which ignores `ignore_keys`."""
     settings: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention, "local_files_only": True}
     theirs = AutoModelForCausalLM.from_pretrained(directory, **settings).eval()
     return theirs, FathomForCausalLM.from_pretrained(directory, ignore_keys=ignore_keys, **settings).eval()
@@ -85,14 +86,14 @@ def whole(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def padded(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """One forward pass over a padded batch, with positions that do not count padding."""
+    """Logits of one forward pass over a padded batch, with positions that do not count padding."""
     placed = _positions(model, batch.positions)
     logits = model(batch.ids, attention_mask=batch.mask, use_cache=False, **placed).logits
     return logits[batch.mask.bool()]
 
 
 def cached(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """A prompt, then token after token with a cache, padded."""
+    """Logits of a padded batch with a KV cache: the prompt in one forward pass, then one token at a time."""
     cache, found, start = DynamicCache(config=model.config), [], 0
     for stop in range(PROMPT, batch.ids.shape[1] + 1):
         ids, placed = batch.ids[:, start:stop], _positions(model, batch.positions[:, start:stop])
@@ -102,12 +103,13 @@ def cached(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _positions(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
-    """Positions for a class of transformers; Fathom has them from the mask. `generate` makes them for both."""
+    """The `position_ids` to pass to a transformers class; empty for Fathom, which derives positions from the
+    mask. `generate` makes them for both."""
     return {} if isinstance(model, FathomForCausalLM) else {"position_ids": positions}
 
 
 def generated(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """`generate` after padded prompts, forced to write the texts."""
+    """Logits of `generate` after padded prompts, while it is forced to continue with the given texts."""
     model.generation_config.use_mtp = None  # some published files draft by layers that the class leaves out
     said = model.generate(
         batch.ids[:, :PROMPT],
@@ -134,7 +136,7 @@ VIEWS: dict[str, View] = {
 
 
 class _Dictation(LogitsProcessor):
-    """Leaves one token to choose: the text's next one."""
+    """A logits processor that forces `generate` to choose the given text's next token."""
 
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
@@ -162,7 +164,7 @@ def off(expected: Tensor, found: Tensor) -> float:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' progress bars and warnings, which are about the user's own configuration."""
+    """A context that hides transformers' progress bars and its warnings about the user's own `config.json`."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

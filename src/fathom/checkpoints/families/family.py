@@ -37,7 +37,7 @@ RELATIVES = ("attention_bias", "mlp_bias", "pretraining_tp", *WINDOWS)
 
 @dataclass(frozen=True)
 class Rounding:
-    """Why a family's class and Fathom differ in the last bits of a logit, and by how much at most."""
+    """Why the logits of a family's class and of Fathom differ by rounding, and by how much at most."""
 
     reason: str
     float32: float = 4e-6
@@ -89,7 +89,7 @@ class Family:
         return Keys(self.name, read, ignored, self.off, defaults)
 
     def read(self, theirs: Values) -> Values:
-        """A `config.json` in Fathom's keys, or a `ValueError` in one line."""
+        """Translate a family's `config.json` to Fathom's keys; raises a one-line `ValueError` if that is impossible."""
         meant = copy.deepcopy(self.keys.meaningful(theirs))  # transformers completes rotary parameters in place
         resolved = AutoConfig.for_model(**{**meant, "model_type": self.name})
         shared = {key: getattr(resolved, key) for key in self.shared if hasattr(resolved, key)}
@@ -121,14 +121,15 @@ class Family:
 
 
 def kept(theirs: Values) -> Values:
-    """Keys that Fathom's configuration takes as they are: number types, quantisation and the attention backend."""
+    """The keys that Fathom's configuration takes over unchanged: dtype, quantisation and the attention backend."""
     found: Values = {key: theirs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in theirs}
     backend = next((theirs[key] for key in BACKEND if theirs.get(key)), None)
     return {**found, "attn_implementation": backend} if backend in ("eager", "sdpa") else found
 
 
 def known_as(family: Family, theirs: Values, own: Collection[str]) -> tuple[PreTrainedConfig, Values]:
-    """A `config.json` read as if it were of a family that transformers knows, and its shared keys as Fathom's.
+    """A model's `config.json` parsed with a related family's class in transformers, and its common keys in Fathom's
+    form.
 
     Args:
         family: The family.
@@ -152,13 +153,14 @@ def known_as(family: Family, theirs: Values, own: Collection[str]) -> tuple[PreT
 
 
 def padding(theirs: PreTrainedConfig) -> Values:
-    """The padding token of a class whose embeddings have no padding row, so that a token outside them does no harm."""
+    """The padding token; None if its id is outside the vocabulary, which is harmless where a class has no
+    `padding_idx`."""
     token = theirs.pad_token_id
     return {"pad_token_id": token if token is None or token < theirs.vocab_size else None}
 
 
 def windows(theirs: PreTrainedConfig) -> Values:
-    """The sliding windows of a configuration that lists its types of layers, or has one window for all."""
+    """The sliding-window keys of a configuration that lists its layer types, or has one window for all layers."""
     window = getattr(theirs, "sliding_window", None)
     types = getattr(theirs, "layer_types", None)
     if types is None:

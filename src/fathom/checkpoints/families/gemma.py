@@ -1,4 +1,4 @@
-"""Gemma 1 to 3, as language models: norms kept as distances from 1, scaled embeddings.
+"""Gemma 1 to 3, text only: the norms' weights are stored minus 1, and embeddings are scaled.
 
 From Gemma 2 on a layer has four norms.
 
@@ -32,7 +32,7 @@ def gemma_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def gemma2_switches(theirs: PreTrainedConfig) -> Values:
-    """Norms before and after sub-layers, capped logits, windows."""
+    """Gemma 2's switches: norms before and after sub-layers, capped logits, sliding windows."""
     return {
         **gemma_switches(theirs),
         "hidden_act": theirs.hidden_activation,
@@ -45,8 +45,8 @@ def gemma2_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def gemma3_switches(theirs: PreTrainedConfig) -> Values:
-    """Gemma 2 with norms of queries and keys, separate rotary angles for layers with a window, and attention without a
-    cap, which its class reads and does not use."""
+    """Gemma 2's switches with norms of queries and keys, separate rotary angles for sliding-window layers, and no cap
+    on attention logits, since Gemma 3's class reads that key without using it."""
     return {**gemma2_switches(theirs), "qk_norm": "head", "attn_logit_softcapping": None}
 
 
@@ -56,7 +56,7 @@ def gemma_back(config: FathomConfig) -> Values:
 
 
 def gemma2_back(config: FathomConfig) -> Values:
-    """Scales, caps and windows under Gemma's names."""
+    """The attention scale, logit caps and sliding windows under Gemma's names."""
     scale = config.attention_scale if config.attention_scale is not None else config.head_dim**-0.5
     scalar = scale**-2
     window = config.sliding_window or config.native.get("sliding_window") or WINDOW  # the class asks for one
@@ -71,7 +71,7 @@ def gemma2_back(config: FathomConfig) -> Values:
 
 
 def gemma3_back(config: FathomConfig) -> Values:
-    """Gemma 2's keys, but for the cap that Gemma 3's class does not use."""
+    """Gemma 2's keys except `attn_logit_softcapping`, which Gemma 3's class does not use."""
     return {key: value for key, value in gemma2_back(config).items() if key != "attn_logit_softcapping"}
 
 

@@ -30,7 +30,7 @@ OFF = dict.fromkeys(
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """The differences from Llama: nearly everything."""
+    """The switches by which GPT-2 differs from Llama, which are nearly all of them."""
     return {
         "norm": "layer",
         "qk_norm": "none",

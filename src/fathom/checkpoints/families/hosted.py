@@ -1,4 +1,4 @@
-"""Families whose own layers stand in our walk: their `config.json` in Fathom's keys.
+"""Families whose layers Fathom runs as transformers' own modules: their `config.json` in Fathom's keys.
 
 The family's own class reads what its layers compute, so every key that the class knows is followed as the class follows
 it. Other keys are refused by name, but for bookkeeping and for those that published files carry (`PUBLISHED`).
@@ -40,12 +40,13 @@ Fits = Callable[[Any, Values], bool]
 
 
 def each_of(*allowed: object) -> Fits:
-    """For a list with a value for every layer."""
+    """A check for a key whose value is a list with one entry per layer: every entry must be among `allowed`."""
     return lambda value, theirs: isinstance(value, list) and all(one in allowed for one in value)
 
 
 def as_is(key: str, default: object = None) -> Fits:
-    """The value of another key, which the class reads, or a list of it."""
+    """A check that a key's value, or every entry of it if it is a list, equals the value of another key that the class
+    reads."""
 
     def fits(value: Any, theirs: Values) -> bool:
         return all(one == theirs.get(key, default) for one in (value if isinstance(value, list) else [value]))
@@ -178,7 +179,8 @@ WHOLE = ("dtype", "torch_dtype", "quantization_config", "tie_word_embeddings", *
 
 @cache
 def known_keys(kind: str) -> frozenset[str]:
-    """The keys that a family's classes know: declared, renamed, taken from keywords, or read by its layers."""
+    """The keys that a family's classes know: fields, aliases, keyword arguments, and attributes that the layers
+    read."""
     cls = CONFIG_MAPPING[kind]
     settings = "".join(inspect.getsource(one) for one in cls.__mro__ if issubclass(one, PreTrainedConfig))
     modules = {inspect.getmodule(one) for one in MODEL_MAPPING[cls].__mro__ if issubclass(one, PreTrainedModel)}
@@ -190,14 +192,14 @@ def known_keys(kind: str) -> frozenset[str]:
 
 
 def require_known(theirs: Values) -> None:
-    """Refuse keys that might name another computation than the family's class makes."""
+    """Refuse keys of `config.json` that may ask for a computation other than the one the family's class makes."""
     kind = str(theirs["model_type"])
     ignored = [key for key in theirs if _says_nothing(key, theirs)]
     Keys(kind, known_keys(kind), ignored).meaningful({key: theirs[key] for key in theirs if key not in ROPE})
 
 
 def _says_nothing(key: str, theirs: Values) -> bool:
-    """Whether a published key says what the class computes anyway."""
+    """Whether a key in published files changes nothing, because its value states what the class computes anyway."""
     carried = PUBLISHED.get(str(theirs["model_type"]), {})
     allowed = carried.get(key, next((values for name, values in carried.items() if fnmatch(key, name)), ()))
     value = theirs[key]
@@ -205,7 +207,7 @@ def _says_nothing(key: str, theirs: Values) -> bool:
 
 
 def text_of(theirs: Values) -> Values:
-    """The text model of a file that has a vision tower too, if transformers opens it with the text model's class."""
+    """The text model's keys in a `config.json` with a vision tower, if transformers opens both with the same class."""
     text = theirs.get("text_config")
     inner = text.get("model_type") if isinstance(text, Mapping) else None
     outer = theirs.get("model_type")
@@ -219,7 +221,8 @@ def _class_of(kind: object) -> object:
 
 
 def configuration(theirs: Values) -> Values:
-    """The values of Fathom's configuration; everything that a layer reads stays in `native`."""
+    """The values of Fathom's configuration for a `config.json`, which is kept whole in `native` for the layers
+    to read."""
     kind, here = str(theirs["model_type"]), transformers.__version__
     if (first := SINCE.get(kind)) is not None and tuple(map(int, here.split(".")[:2])) < first:
         raise ValueError(f"{kind} models need transformers {'.'.join(map(str, first))} or newer, and here is {here}")

@@ -1,4 +1,6 @@
-"""The keys of a `config.json`, read closed: each one is built, ignored for a known reason, or refused by name.
+"""Read the keys of a `config.json`: each key is implemented, ignored for a known reason, or refused by name.
+
+The rules:
 
 - A key that the forward pass of the family's own class reads is built, or refused where its value means something that
   Fathom's decoder does not have.
@@ -103,7 +105,8 @@ class Keys:
     """The fields of its configuration class; a key with its default value says nothing."""
 
     def meaningful(self, theirs: Values) -> Values:
-        """The keys that are built, or a `ValueError` in one line that names the others."""
+        """The keys that Fathom implements; raises a one-line `ValueError` that names keys it neither implements nor may
+        ignore."""
         if not theirs.get("is_causal", True):
             raise self._refusal({"is_causal": theirs["is_causal"]}, "Fathom's decoder is causal")
         causal = {key: why for key, why in CAUSAL.items() if key not in self.ignored}
@@ -130,13 +133,15 @@ class Keys:
         return found
 
     def _near(self, strange: Values) -> str:
-        """The key that the first unknown one may mean."""
+        """A suggestion for an error message: the known key most similar to the first unknown key; empty if none is
+        similar."""
         section, _, last = next(iter(strange)).rpartition(".")
         near = get_close_matches(last, ROPE_KNOWN if section else [*self.read], n=1, cutoff=0.8)
         return f"; did you mean {near[0]}?" if near else ""
 
     def _of_the_cache(self, theirs: Values) -> Values:
-        """Keys that the class's layers do not read, and by which transformers' cache forgets tokens of the context."""
+        """Keys that a class's layers ignore but that make transformers' cache drop tokens that are still in the
+        context."""
         given = {key: theirs[key] for key in ("layer_types", "sliding_window") if theirs.get(key) is not None}
         types, window = given.get("layer_types"), given.get("sliding_window")
         ignored = {key: value for key, value in given.items() if key not in self.read}
@@ -170,7 +175,7 @@ def _strange(rope: object) -> Values:
 
 
 def rotation(rope: Values, head_dim: int, partial: bool) -> Values:
-    """Rotary parameters, those left out that the family's class does not read; a `ValueError` if it cannot run them.
+    """The rotary parameters that a family's class reads; raises a `ValueError` if the class cannot run them.
 
     Args:
         rope: The parameters of one type of rotary embedding.

@@ -1,4 +1,4 @@
-"""The families whose own layers stand in our walk: each a layout, or several if its layers differ."""
+"""The families whose layers Fathom runs as transformers' own modules: one layout for each kind of layer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def phi(theirs: Any) -> Values:
 
 
 def afmoe(theirs: Any) -> Values:
-    """Embeddings times the root of their width."""
+    """Embeddings are multiplied by the square root of their width."""
     return {"embedding_scale": theirs.hidden_size**0.5 if theirs.mup_enabled else 1.0}
 
 
@@ -54,13 +54,13 @@ def ernie(theirs: Any) -> Values:
 
 
 def minicpm(theirs: Any) -> Values:
-    """Scaled embeddings, and a divided input of the head."""
+    """Embeddings are multiplied by a factor, and the head's input is divided by another."""
     scale = {"embedding_scale": float(theirs.scale_emb), "round_embedding_scale": True}
     return {**scale, "hidden_scaling": float(theirs.logits_scaling)}
 
 
 def hyperclova(theirs: Any) -> Values:
-    """Scaled embeddings, and logits times a factor."""
+    """Embeddings and logits are each multiplied by a factor."""
     return {"embedding_scale": float(theirs.embedding_multiplier), "logits_multiplier": float(theirs.logits_scaling)}
 
 
@@ -74,7 +74,7 @@ def gemma(theirs: Any) -> Values:
 
 
 def gemma4(theirs: Any) -> Values:
-    """Those of Gemma, where layers read nothing but the layer before."""
+    """Gemma's switches; refuses Gemma 4 models whose layers read more than the previous layer's output."""
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if getattr(theirs, key):
             raise ValueError(f"{key}={getattr(theirs, key)}: layers read more than the last one's output; 0 opens")
@@ -199,7 +199,7 @@ SINCE = {"afmoe": (5, 17), "llama4_text": (5, 20)}
 
 
 def add_family(kind: str, *layouts: Layout, switches: Callable[[Any], Values] = lambda config: {}) -> None:
-    """Let Fathom open models of another type of transformers, or of a package that registers one with it.
+    """Let Fathom open models of another `model_type` of transformers, or of a package that registers a type with it.
 
     The models then open, train, decode and export as those of Fathom's own list. An export holds the layouts, so it
     opens without this call, where the type is registered with transformers.

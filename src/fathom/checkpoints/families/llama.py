@@ -19,8 +19,8 @@ def llama_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def mistral_switches(theirs: PreTrainedConfig) -> Values:
-    """Llama with a window on all layers or none; transformers opens a file that lists types of layers as Ministral's,
-    whose windows follow the list."""
+    """Llama with a sliding window on all layers or none; if `config.json` lists layer types, transformers opens it as
+    Ministral, whose windows follow the list."""
     return {"qk_norm": "none", **windows(theirs)}
 
 
@@ -30,7 +30,7 @@ def qwen2_switches(theirs: PreTrainedConfig) -> Values:
 
 
 def qwen3_switches(theirs: PreTrainedConfig) -> Values:
-    """No differences: Qwen3 is the default of every switch."""
+    """Only the sliding windows, because Qwen3 is the default of every other switch."""
     return windows(theirs)
 
 
@@ -40,7 +40,7 @@ def with_window(config: FathomConfig) -> Values:
 
 
 def with_windows(config: FathomConfig) -> Values:
-    """A window, and which layers have it."""
+    """The configuration's sliding window, and which layers have it."""
     return {
         "sliding_window": config.sliding_window,
         "use_sliding_window": config.use_sliding_window,

@@ -111,21 +111,22 @@ def _baseline(config: Values, name: str) -> Values:
 
 
 def rename(name: str) -> str:
-    """Fathom's name of a released tensor."""
+    """Fathom's name for a tensor of a released checkpoint."""
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 class Lumia(Published):
-    """Llamas whose configuration has a flag of one of the mechanisms."""
+    """Llama checkpoints whose configuration has a flag that switches on one of the mechanisms."""
 
     def owns(self, config: Values) -> bool:
         """Whether `config.json` belongs to one of the released models."""
         return super().owns(config) and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
 
     def tensors(self, directory: Path, config: FathomConfig) -> dict[str, Piece]:
-        """The tensors under Fathom's names, which show the variant of attention residuals; it is noted in `config`."""
+        """The tensors under Fathom's names; they show which variant of attention residuals it is, which is set in
+        `config`."""
         found = read_tensors(directory, (), (DEAD,), config)
         if config.residual == "attention_residuals":  # only the snapshot has a bias
             biased = any(name.endswith(".recency_bias") for name in found)

@@ -34,7 +34,7 @@ RULES = (
 
 
 def configuration(config: Values) -> Values:
-    """Llama's values, the loop, and depth attention."""
+    """The values of Fathom's configuration: Llama's, and those of the loop and of depth attention."""
     for key, value in config.items():
         if value and key in REFUSED:
             raise ValueError(f"{key}={value}: Fathom does not have {REFUSED[key]}")
@@ -59,7 +59,7 @@ def configuration(config: Values) -> Values:
 
 
 def _loop(config: Values, layers: int) -> Values:
-    """Options of the loop; none if every layer runs once."""
+    """Options of the recurrence `loop`; empty if every layer runs once."""
     if not config.get("enable_double_loop_split"):
         if config.get("loop_share_kv"):
             raise ValueError("loop_share_kv=True needs enable_double_loop_split=True")

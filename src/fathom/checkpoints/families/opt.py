@@ -25,7 +25,7 @@ OFFSET = 2
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """The differences from Llama: nearly everything."""
+    """The switches by which OPT differs from Llama, which are nearly all of them."""
     if theirs.word_embed_proj_dim != theirs.hidden_size:
         raise ValueError(
             f"word_embed_proj_dim={theirs.word_embed_proj_dim}: Fathom's decoder does not project embeddings"

@@ -1,4 +1,4 @@
-"""Ouro: a Llama with norms before and after sub-layers, whose stack runs several times, the final norm between.
+"""Ouro: a Llama with norms before and after sub-layers, whose stack runs several times with the final norm in between.
 
 A gate chooses the trip after which each token is read out; the released threshold of 1 always takes the last.
 """
@@ -22,7 +22,8 @@ RULES = (
 
 
 def configuration(config: Values) -> Values:
-    """A Llama's values, with Qwen2's windows if any, and the norms, the loop and the gate."""
+    """The values of Fathom's configuration: Llama's, Qwen2's sliding windows if any, and Ouro's norms, loop and exit
+    gate."""
     if config.get("early_exit_step") is not None:
         raise ValueError(f"early_exit_step={config['early_exit_step']}: call the model with max_trips instead")
     base, ours = known_as(QWEN2, config, READ)

@@ -16,13 +16,13 @@ KEYS = tuple(key for key in SHARED if key not in ("head_dim", "attention_bias", 
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """Windows on all layers or none."""
+    """Phi-3's switches: a sliding window on all layers or none."""
     head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
     return {"qk_norm": "none", "head_dim": head, **windows(theirs)}
 
 
 def halves(config: FathomConfig) -> list[int]:
-    """Rows of the gate and of the gated projection."""
+    """How many rows of the joint MLP matrix belong to the gate projection, and how many to the up projection."""
     return [config.intermediate_size, config.intermediate_size]
 
 

@@ -25,17 +25,17 @@ UNREAD = (r"\Aadapter\.weight\Z",)
 
 
 def is_ponderlm(config: Values) -> bool:
-    """Whether a `config.json` has a key of a pondering model that is not off."""
+    """Whether a `config.json` sets a key of a pondering model to anything but false, 0 or null."""
     return any(value and NAMES.search(key) for key, value in config.items())
 
 
 def without(config: Values) -> Values:
-    """A `config.json` without the keys of a pondering model: the family's own."""
+    """A pondering model's `config.json` without the pondering keys, which leaves the keys of its base family."""
     return {key: value for key, value in config.items() if key not in IDLE and not NAMES.search(key)}
 
 
 def meaning(config: Values, hidden_size: int) -> Values:
-    """The keys of a pondering model in Fathom's values; none for a `config.json` without such keys.
+    """The values of Fathom's configuration for a pondering model's keys; empty for a `config.json` without such keys.
 
     A `ValueError` names a key that Fathom cannot follow, so that no pondering model opens as a plain one.
     """
@@ -55,9 +55,9 @@ def meaning(config: Values, hidden_size: int) -> Values:
 
 
 def _ponder(config: Values, hidden_size: int) -> Values:
-    """x_0 = s α U[token] and x_{k+1} = x_k + softmax(head(h_k)) α U, with α = √d, or 1 without `scale_embeds`.
+    """PonderLM's keys as options of `ponder`: x_0 = s α U[token] and x_{k+1} = x_k + softmax(head(h_k)) α U.
 
-    s is the number of pondering steps with `mutiply_pondering_steps`, else 1.
+    α is √d with `scale_embeds`, else 1. s is the number of pondering steps with `mutiply_pondering_steps`, else 1.
     """
     kind = _kind(config, "PonderLM", ("gpt2", "gpt_neox", "llama"))
     # The public GPT-2 class is switched on by a key that the public loader does not write.
@@ -73,7 +73,10 @@ def _ponder(config: Values, hidden_size: int) -> Values:
 
 
 def _ponder2(config: Values, hidden_size: int) -> Values:
-    """x_0 = α U[token] and x_{k+1} = h_k, with α = √(2.5 d), or 1 without `scale_embeds`, in the weights' precision."""
+    """PonderLM-2's keys as options of `ponder2`: x_0 = α U[token] and x_{k+1} = h_k, in the weights' precision.
+
+    α is √(2.5 d) with `scale_embeds`, else 1.
+    """
     kind = _kind(config, "PonderLM-2", ("gpt_neox", "llama"))
     _switched_on(config, kind, ("recurrent_model",), PONDER2)
     if config.get("interpolation", True):  # the loader's default
@@ -98,7 +101,8 @@ def _kind(config: Values, name: str, allowed: tuple[str, ...]) -> str:
 
 
 def _switched_on(config: Values, kind: str, switches: tuple[str, ...], keys: tuple[str, ...]) -> None:
-    """Refuse a model that has the keys and is a plain one by the authors' loader."""
+    """Refuse a `config.json` with pondering keys whose switch is off: the authors' loader would open it as a plain
+    model."""
     if not any(config.get(key) for key in switches):
         there = ", ".join(key for key in (*keys, "scale_embeds") if key in config)
         raise ValueError(

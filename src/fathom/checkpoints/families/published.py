@@ -1,4 +1,4 @@
-"""A reader of checkpoints with a depth mechanism."""
+"""The base of readers of released checkpoints that have a depth mechanism, such as a loop or pondering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fathom.models import FathomConfig
 
 @dataclass(frozen=True)
 class Published:
-    """One project's checkpoints that hold a mechanism."""
+    """The reader of one project's released checkpoints with a depth mechanism."""
 
     kind: str
     """Its `model_type`."""
@@ -27,7 +27,7 @@ class Published:
     """The table's exceptions."""
 
     def owns(self, config: Values) -> bool:
-        """Whether a `config.json` is the project's."""
+        """Whether a `config.json` belongs to this project's checkpoints."""
         return config.get("model_type") == self.kind
 
     def tensors(self, directory: Path, config: FathomConfig) -> dict[str, Piece]:

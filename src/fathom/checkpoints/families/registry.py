@@ -1,4 +1,4 @@
-"""The supported families, and how each is read and written."""
+"""The supported model families, and how checkpoints of each are read and written."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class Families(foreign.Reader):
     """Reads `config.json` and tensors of every family."""
 
     def configuration(self, theirs: Values, where: str) -> Values:
-        """The values of Fathom's configuration, or a `ValueError` in one line."""
+        """The values of Fathom's configuration for a `config.json`; raises a one-line `ValueError` if it cannot be
+        opened."""
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.configuration(theirs)
@@ -60,7 +61,7 @@ class Families(foreign.Reader):
         return {**ours, **ponderlm.meaning(theirs, ours["hidden_size"])}
 
     def tensors(self, directory: Path, theirs: Values, config: FathomConfig) -> Mapping[str, Any] | None:
-        """The tensors under Fathom's names; None if the names are equal."""
+        """A checkpoint's tensors under Fathom's names; None if it uses these names already."""
         for published in PUBLISHED:
             if published.owns(theirs):
                 return published.tensors(directory, config)
@@ -72,7 +73,7 @@ class Families(foreign.Reader):
 
 
 def is_hosted(kind: object) -> bool:
-    """Whether the decoder has a family's own layers; a family with a decoder of ours has none."""
+    """Whether Fathom runs a `model_type` with transformers' own layers, not with its own decoder."""
     return kind in HOSTS and kind not in FAMILIES
 
 
@@ -119,7 +120,7 @@ def unlike(family: Family, config: FathomConfig) -> str | None:
 
 
 def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
-    """A Fathom configuration as a family's own."""
+    """Convert a Fathom configuration to a family's configuration class."""
     return AutoConfig.for_model(**_native_values(family, config))
 
 

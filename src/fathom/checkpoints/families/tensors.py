@@ -1,4 +1,4 @@
-"""Tensors under other names and in other shapes: rules in both directions, and reading one tensor at a time.
+"""Convert tensors to and from other projects' names and shapes by rules; tensors are read one at a time.
 
 A checkpoint is never in memory twice: a renamed tensor is read when the model requests it.
 """
@@ -25,7 +25,7 @@ LAYER = "{i}"
 
 @dataclass(frozen=True)
 class Rule:
-    """One tensor of theirs and the Fathom tensors that it contains."""
+    """One tensor of another project's checkpoint, and the Fathom tensors that it contains."""
 
     theirs: str
     """Its name; `{i}` is a layer's number, and a part in brackets is optional."""
@@ -35,7 +35,7 @@ class Rule:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """A pattern that matches their name."""
+        """A pattern that matches the tensor's name in the other project's files."""
         text = re.escape(self.theirs).replace(r"\[", "(?:").replace(r"\]", ")?")
         return re.compile(text.replace(r"\{i\}", r"(?P<i>\d+)") + r"\Z")
 
@@ -57,7 +57,7 @@ def transposed(theirs: str, ours: str) -> Rule:
 def stacked(
     theirs: str, ours: Sequence[str], sizes: Callable[[FathomConfig], list[int]], flipped: bool = False
 ) -> Rule:
-    """Fathom's tensors stacked, or side by side in a transposed matrix."""
+    """A rule for a tensor that holds several of Fathom's: concatenated by rows, or by columns if it is `flipped`."""
 
     def split(x: Tensor, config: FathomConfig) -> Sequence[Tensor]:
         return (x.T if flipped and x.ndim == 2 else x).split(sizes(config))
@@ -70,7 +70,7 @@ def stacked(
 
 
 def interleaved(theirs: str, ours: Sequence[str]) -> Rule:
-    """Queries, keys and values of each head in turn: `[H, 3, D, ...]`."""
+    """A rule for a tensor that holds each head's query, key and value projections in turn: `[H, 3, D, ...]`."""
 
     def split(x: Tensor, config: FathomConfig) -> Sequence[Tensor]:
         heads = x.view(config.num_attention_heads, 3, config.head_dim, *x.shape[1:])
@@ -84,13 +84,13 @@ def interleaved(theirs: str, ours: Sequence[str]) -> Rule:
 
 
 def projections(config: FathomConfig) -> list[int]:
-    """Rows of queries, keys and values."""
+    """How many rows of a joint projection belong to queries, to keys and to values."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     return [heads * config.head_dim, kv_heads * config.head_dim, kv_heads * config.head_dim]
 
 
 class Piece:
-    """A Fathom tensor within a file, read by `piece[...]`, which is how transformers reads tensors."""
+    """A Fathom tensor within a file; it is read when indexed as `piece[...]`, as transformers does."""
 
     def __init__(self, file: Any, name: str, rule: Rule | None, part: int, config: FathomConfig) -> None:
         self.file, self.name, self.rule, self.part, self.config = file, name, rule, part, config
@@ -130,7 +130,8 @@ def read_tensors(
 
 
 def _files(directory: Path) -> set[str]:
-    """The files with weights: the single file if there is one, as in transformers, which may leave an old index."""
+    """The weight files: the single file if there is one, else the index's shards; transformers may leave an old
+    index."""
     index = directory / INDEX
     if (directory / WEIGHTS).exists() or not index.exists():
         return {WEIGHTS}
@@ -150,7 +151,7 @@ def _pieces(
 
 
 def to_theirs(tensors: Mapping[str, Tensor], rules: Iterable[Rule], config: FathomConfig) -> dict[str, Tensor]:
-    """Fathom's tensors under their names; those without a rule keep theirs."""
+    """Fathom's tensors under the other project's names; tensors without a rule keep their names."""
     left = dict(tensors)
     made: dict[str, Tensor] = {}
     for rule in rules:
