@@ -103,7 +103,8 @@ def _is_quantised(config: object) -> bool:
 
 
 def _files(directory: Path) -> set[str]:
-    """The names of all files below a directory, relative to it and separated by `/`. Links may stay inside or point to the Hub cache's blobs."""
+    """The names of all files below a directory, relative to it and separated by `/`. Links may stay inside or point to
+    the Hub cache's blobs."""
     home = directory.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":  # the Hub cache: a snapshot has links to its repository's blobs

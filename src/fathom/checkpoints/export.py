@@ -202,8 +202,8 @@ def _stock(
 
 
 def _plain(config: FathomConfig, layers: Sequence[int]) -> FathomConfig:
-    """The configuration of a plain model made of some layers, without the recurrence. A scale of untied embeddings is folded into them where no
-    family has such a scale."""
+    """The configuration of a plain model made of some layers, without the recurrence. A scale of untied embeddings is
+    folded into them where no family has such a scale."""
     values = {
         key: value
         for key, value in config.to_dict().items()

@@ -93,7 +93,8 @@ def _head_dim(full: PreTrainedConfig) -> int:
 
 
 def _shapes(full: PreTrainedConfig) -> dict[str, int]:
-    """The small copy's sizes of tensors, under transformers' common names such as `hidden_size`. Those that are equal, or divide one another, still do."""
+    """The small copy's sizes of tensors, under transformers' common names such as `hidden_size`. Those that are equal,
+    or divide one another, still do."""
     hidden, heads, head = full.hidden_size, full.num_attention_heads, _head_dim(full)
     kv_heads = getattr(full, "num_key_value_heads", None) or heads
     few = min(HEADS - 1 if hidden % heads else HEADS, heads)  # 3 do not divide the width, and 4 do
@@ -150,7 +151,8 @@ def _original_context(full: PreTrainedConfig) -> int | None:
 
 
 def _lengths(full: PreTrainedConfig) -> dict[str, int]:
-    """The small copy's lengths: the context, the context before RoPE scaling, and the sliding window. If the class has none, one as long as the context is not shortened."""
+    """The small copy's lengths: the context, the context before RoPE scaling, and the sliding window. If the class has
+    none, one as long as the context is not shortened."""
     context, original, lengths = full.max_position_embeddings, _original_context(full), {}
     if original is None:
         lengths["max_position_embeddings"] = min(SHORT, context)
