@@ -32,7 +32,7 @@ NEEDS = {
 
 
 def use(names: Sequence[str], device: str | None = None) -> None:
-    """Compute the functions of these names by kernels from now on, and all others by the reference in `models/`.
+    """From now on, compute the functions of these names by kernels, and all others by the PyTorch code in `models/`.
 
     Args:
         names: Any of `NAMES`; empty for no kernels.

@@ -1,4 +1,4 @@
-"""The depth mix as one Triton kernel forward and one backward: `depth_attention` with every source read once.
+"""`depth_attention` in Triton: one kernel for forward and one for backward, each of which reads every source once.
 
 A row is one token and one key-value head. Tensors are stored token by token, so a row's key and value are D contiguous
 numbers and its group of queries G times as many. A program takes a tile of rows; the sources are a tuple of pointers
@@ -22,7 +22,7 @@ TILE = 2048
 
 @triton.jit
 def pooled(query, row, column, inside, GROUP: tl.constexpr, WIDTH: tl.constexpr):
-    """The mean query of each row's group, `[rows, D]`."""
+    """For each row, the mean of the queries that share its key-value head, `[rows, D]`."""
     total = read(query + (row * GROUP)[:, None] * WIDTH + column[None, :], inside)
     for g in tl.static_range(1, GROUP):
         total += read(query + (row * GROUP + g)[:, None] * WIDTH + column[None, :], inside)
@@ -42,7 +42,7 @@ def depth_mix_forward(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    """ṽ and α of a tile of rows."""
+    """Forward kernel: the mixed value ṽ and the weights α of a tile of rows."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     q = pooled(query, row, column, inside, GROUP, WIDTH)
     top, total, sum_ = nothing(live, inside, q.dtype)
@@ -73,7 +73,8 @@ def depth_mix_backward(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    """All gradients of a tile of rows: first of the weights, from the values, then of the keys and the query."""
+    """Backward kernel, for a tile of rows: the gradients of the values and the weights, then of the keys and the
+    query."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     d = read(grad + at, inside)
     mean, gains = through_values(values, weights, grad_values, d, row, live, inside, at, rows)
@@ -97,7 +98,7 @@ def constants(group: int, width: int) -> dict[str, int]:
 def depth_mix(
     query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> Tensor:
-    """ṽ, as `fathom.models.mixers.depth_attention.mix` gives it."""
+    """The mixed value ṽ, as `fathom.models.mixers.depth_attention.mix` computes it."""
     return mix(query, [*sources[::2], key], [*sources[1::2], value], self_bias)[0]
 
 
@@ -105,7 +106,7 @@ def depth_mix(
 def mix(
     query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], self_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """ṽ `[B, H_kv, T, D]` and α `[sources, B, T, H_kv]`.
+    """The mixed value ṽ `[B, H_kv, T, D]` and the weights α `[sources, B, T, H_kv]`.
 
     Args:
         query: `[B, H, T, D]`
@@ -187,12 +188,13 @@ mix.register_autograd(_back, setup_context=_keep)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """`[B, H, T, D]` as contiguous `[B, T, H, D]`, the layout of the projections, so usually without a copy."""
+    """Transpose `[B, H, T, D]` to contiguous `[B, T, H, D]`: projections have this layout, so there is usually
+    no copy."""
     return x.transpose(1, 2).contiguous()
 
 
 def empty_by_token(like: Tensor) -> Tensor:
-    """`[B, H, T, D]` in memory of the layout of `by_token`."""
+    """An empty tensor `[B, H, T, D]` whose memory is laid out as `[B, T, H, D]`."""
     batch, heads, length, width = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""The pooling of `attention_residuals` as one Triton kernel forward and one backward.
+"""The pooling over sources of `attention_residuals` in Triton: one kernel for forward and one for backward.
 
 A row is one token. A program holds it whole, for one source after another: the source's rms, its score and its share of
 the sum come from one read. Backward reads the sources of its row twice, the second time from the cache: what the
@@ -30,7 +30,7 @@ PROGRAMS = 528
 def depth_pool_forward(
     query, bias, sources, mixed, weights, rows, WIDTH: tl.constexpr, TALL: tl.constexpr, EPS: tl.constexpr
 ):
-    """h, `mixed` `[rows, D]`, and α, `weights` `[sources, rows]`, of a tile of rows.
+    """Forward kernel, for a tile of rows: `mixed` (h) `[rows, D]` and `weights` (α) `[sources, rows]`.
 
     `query` is `[D]`, `bias` one number or None, and `sources` a tuple of `[rows, D]`."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
@@ -51,8 +51,9 @@ def depth_pool_forward(
 
 @triton.jit
 def three_sums(a, b, c):
-    """The sums of three `[R, D]` over their rows, `[R]` each. Together they cross the warps once and through one
-    register, where each alone would wait three times and keep a register of its own for all of an unrolled loop."""
+    """Sum each row of three tensors `[R, D]`; returns three tensors `[R]`. Together they cross the warps once and
+    through one register, where each alone would wait three times and keep a register of its own for all of an unrolled
+    loop."""
     both, last = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, tl.zeros_like(c))), 1))
     first, second = tl.split(both)
     third, _ = tl.split(last)
@@ -74,7 +75,8 @@ def depth_pool_backward(
     TALL: tl.constexpr,
     EPS: tl.constexpr,
 ):
-    """The sources' gradients of every `programs`-th tile, and what its rows add to the query's and the bias'."""
+    """Backward kernel, for every `programs`-th tile: the sources' gradients, and its share of those of the query and
+    the bias."""
     first = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     q = read(query + column, column < WIDTH)[None, :]
@@ -110,7 +112,7 @@ def depth_pool_backward(
 
 
 def constants(width: int, eps: float) -> dict[str, float]:
-    """Constants that a kernel is compiled for: the row's width, the rows of a tile, and the ε of the sources' rms."""
+    """A kernel's compile-time constants: the width of a row, the rows per tile, and the ε of the sources' RMS norm."""
     return {"WIDTH": width, "TALL": max(1, TILE // triton.next_power_of_2(width)), "EPS": eps}
 
 
@@ -120,13 +122,13 @@ def warps(width: int) -> int:
 
 
 def depth_pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
-    """Σ_s α_s s, as `fathom.models.residuals.attention_residuals.pool` gives it."""
+    """The weighted sum Σ_s α_s s over sources, as `fathom.models.residuals.attention_residuals.pool` computes it."""
     return pool(list(sources), query, recency_bias, eps)[0]
 
 
 @torch.library.custom_op("fathom::depth_pool", mutates_args=())
 def pool(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """h `[B, T, hidden_size]` and α `[sources, B, T]`.
+    """The pooled sources h `[B, T, hidden_size]` and their weights α `[sources, B, T]`.
 
     Args:
         sources: `[B, T, hidden_size]` each.
@@ -165,7 +167,7 @@ def pool_backward(
     eps: float,
     biased: bool,
 ) -> list[Tensor]:
-    """Gradients of the query, of the bias where it is `biased`, and of all sources, in this order."""
+    """The gradients of the query, of the recency bias (if `biased`) and of all sources, in this order."""
     rows, width = weights[0].numel(), query.shape[0]
     fixed = constants(width, eps)
     programs = max(1, min(triton.cdiv(rows, fixed["TALL"]), PROGRAMS))

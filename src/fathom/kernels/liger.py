@@ -1,4 +1,4 @@
-"""liger-kernel's functions under the names and with the arguments of ours."""
+"""liger-kernel's functions, wrapped with the names and arguments of Fathom's own functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from fathom.models.axes.numerics import IGNORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm, like `fathom.models.decoder.rms_norm.normalise`; gradients do not overwrite the input."""
+    """liger-kernel's RMS norm, like `fathom.models.decoder.rms_norm.normalise`; its backward pass does not work in
+    place."""
     offset, casting, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 
@@ -21,8 +22,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy, like `fathom.models.decoder.loss.linear_cross_entropy`; the weight's gradient is summed in
-    float32."""
+    """liger-kernel's summed cross-entropy, like `fathom.models.decoder.loss.linear_cross_entropy`; the head weight's
+    gradient is accumulated in float32."""
     no_bias, no_weights, squares, smoothing, softcap, with_squares = None, None, 0.0, 0.0, None, False
     loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
         *(rows, weight, targets, no_bias, no_weights, IGNORE, squares, smoothing, "sum", softcap, with_squares),

@@ -1,4 +1,5 @@
-"""The norms and rotation of a layer's queries and keys, and its depth mix, as one Triton kernel forward, one backward.
+"""Norm and rotate a layer's queries and keys and mix its values over depth, in one Triton kernel (and one for
+backward).
 
 Raw queries and keys come in; normed and rotated ones go out for attention, and with them the value that `depth_mix`
 would give, made while they are still in registers. Sources come in as they are, normed and rotated once, by their own
@@ -27,7 +28,7 @@ REGISTERS = 128
 
 @triton.jit
 def halves(x, at, inside, HALF: tl.constexpr):
-    """Both halves of heads that begin at these places."""
+    """Load both halves of the heads that begin at these offsets."""
     return read(x + at, inside), read(x + at + HALF, inside)
 
 
@@ -40,25 +41,25 @@ def keep(x, at, low, high, inside, HALF: tl.constexpr):
 
 @triton.jit
 def along(a_low, a_high, b_low, b_high):
-    """Products of two tiles, summed over each row."""
+    """The dot product of each row of one tile with the same row of another."""
     return tl.sum(a_low * b_low, 1) + tl.sum(a_high * b_high, 1)
 
 
 @triton.jit
 def inverse_rms(low, high, HALF: tl.constexpr, EPS: tl.constexpr):
-    """1 / rms of each row, `[rows, 1]`."""
+    """The inverse root mean square of each row, `[rows, 1]`."""
     return (1.0 / tl.sqrt(along(low, high, low, high) / (2 * HALF) + EPS))[:, None]
 
 
 @triton.jit
 def weight_of(norm, half, HALF: tl.constexpr):
-    """The weight of a norm, both halves as `[1, D / 2]`."""
+    """Load a norm's weight as two halves, `[1, D / 2]` each."""
     return halves(norm, half[None, :], (half < HALF)[None, :], HALF)
 
 
 @triton.jit
 def angles_of(angles, row, half, within, turns, HEADS: tl.constexpr, HALF: tl.constexpr):
-    """Cosines and sines of each row's token, both halves."""
+    """The rotary cosines and sines for each row's token, both halves of a head."""
     at = (row // HEADS % turns)[:, None] * 2 * HALF + half[None, :]
     cos_low, cos_high = halves(angles[0], at, within, HALF)
     sin_low, sin_high = halves(angles[1], at, within, HALF)
@@ -79,7 +80,7 @@ def turned_back(low, high, c):
 
 @triton.jit
 def forth(low, high, w, c, HALF: tl.constexpr, EPS: tl.constexpr, LAST: tl.constexpr):
-    """Normed and rotated, or where the norm is LAST, rotated and normed."""
+    """Norm and rotate a head; rotate it first and then norm it if `LAST` is set."""
     if LAST:
         low, high = turned(low, high, c)
     inverse = inverse_rms(low, high, HALF, EPS)
@@ -91,7 +92,7 @@ def forth(low, high, w, c, HALF: tl.constexpr, EPS: tl.constexpr, LAST: tl.const
 
 @triton.jit
 def back(d_low, d_high, low, high, w, c, HALF: tl.constexpr, EPS: tl.constexpr, LAST: tl.constexpr):
-    """From the gradient of `forth` and its input, the gradients of that input and, summed over rows, of the weight."""
+    """Backward of `forth`: the gradient of its input and, summed over rows, of the norm's weight."""
     if LAST:
         low, high = turned(low, high, c)
     else:
@@ -109,7 +110,8 @@ def back(d_low, d_high, low, high, w, c, HALF: tl.constexpr, EPS: tl.constexpr, 
 
 @triton.jit
 def pooled(query, out, norm, c, row, half, within, GROUP: tl.constexpr, HALF: tl.constexpr, EPS: tl.constexpr):
-    """The mean of each row's group of queries, normed and rotated; these go to `out`, unless it is None."""
+    """For each row, the mean of its group of queries, normed and rotated; the queries are stored in `out` unless it is
+    None."""
     w = weight_of(norm, half, HALF)
     q_low = tl.zeros(within.shape, c[0].dtype)
     q_high = tl.zeros(within.shape, c[0].dtype)
@@ -142,7 +144,8 @@ def norm_rotate_mix_forward(
     EPS: tl.constexpr,
     LAST: tl.constexpr,
 ):
-    """q̂, k̂, ṽ and α of a tile of rows. LAST: the key is normed after it is rotated."""
+    """Forward kernel, for a tile of rows: normed and rotated query q̂ and key k̂, mixed value ṽ and weights α. LAST:
+    the key is normed after it is rotated."""
     HALF: tl.constexpr = WIDTH // 2
     row, _, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     half = tl.arange(0, triton.next_power_of_2(HALF))
@@ -172,7 +175,7 @@ def norm_rotate_mix_forward(
 
 @triton.jit
 def queries_back(own, grads, made, partial, norms, c, a_low, a_high, row, half, within, GROUP, HALF, EPS):
-    """Gradients of the raw queries: attention's, and a share of the mean query's, taken back."""
+    """Gradients of the raw queries: attention's plus a share of the mean query's, back through rotation and norm."""
     w = weight_of(norms[0], half, HALF)
     total_low = tl.zeros(half.shape, a_low.dtype)
     total_high = tl.zeros(half.shape, a_low.dtype)
@@ -209,7 +212,8 @@ def norm_rotate_mix_backward(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    """All gradients of a tile of rows: those of the mix, and with attention's, those of the raw query and key."""
+    """Backward kernel, for a tile of rows: the gradients of the mix and, adding attention's, of the raw query
+    and key."""
     HALF: tl.constexpr = WIDTH // 2
     number = tl.program_id(0).to(tl.int64)
     row, _, live, inside, at = tile(number, rows, TALL, WIDTH)
@@ -242,14 +246,14 @@ def norm_rotate_mix_backward(
 
 
 def constants(heads: int, group: int, width: int, eps: float, last: bool) -> dict[str, float]:
-    """Constants that a kernel is compiled for: key-value heads, query heads of each, head size, rows of a tile, and the
-    norms."""
+    """A kernel's compile-time constants: key-value heads, query heads per key-value head, head size, rows per tile, and
+    the norms' ε and order."""
     tall = max(1, TILE // triton.next_power_of_2(width))
     return {"HEADS": heads, "GROUP": group, "WIDTH": width, "TALL": tall, "EPS": eps, "LAST": last}
 
 
 def limits() -> dict[str, int]:
-    """Limits of the machine code; AMD's compiler rejects `maxnreg`, so it is omitted there."""
+    """Compile options that limit registers per thread; empty on AMD, whose compiler rejects `maxnreg`."""
     return {} if torch.version.hip else {"maxnreg": REGISTERS}
 
 
@@ -261,7 +265,8 @@ def norm_rotate_mix(
     last: bool,
     self_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Normed and rotated queries and keys, and ṽ: `[B, H, T, D]`, `[B, H_kv, T, D]` twice.
+    """The normed and rotated queries `[B, H, T, D]` and keys `[B, H_kv, T, D]`, and the mixed value ṽ `[B, H_kv, T,
+    D]`.
 
     Args:
         own: The layer's raw query `[B, T, H, D]`, key and value `[B, T, H_kv, D]`.
@@ -279,7 +284,8 @@ def norm_rotate_mix(
 def _laid_out(
     own: Sequence[Tensor], sources: Sequence[Tensor], norms: Sequence[Tensor], rotation: Sequence[Tensor]
 ) -> tuple[tuple[Tensor, ...], ...]:
-    """The kernels' inputs, token by token: query and key, keys of sources, all values, norms' weights, rotation."""
+    """The kernels' inputs in memory order `[B, T, H, D]`: query and key, sources' keys, all values, norm weights,
+    rotation."""
     query, key, value = (x.contiguous() for x in own)
     values = (*map(by_token, sources[1::2]), value)
     return (query, key), tuple(map(by_token, sources[::2])), values, (*norms,), tuple(x.contiguous() for x in rotation)
@@ -295,7 +301,8 @@ def mix(
     eps: float,
     last: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q̂, k̂ and ṽ, token by token as what they are made of, and α `[sources + 1, B, T, H_kv]`.
+    """The query q̂ and key k̂ (normed, rotated) and mixed value ṽ, laid out `[B, T, H, D]`, and weights α `[sources +
+    1, B, T, H_kv]`.
 
     Args:
         own: `[B, T, H, D]`, and `[B, T, H_kv, D]` twice.
@@ -338,7 +345,7 @@ def mix_backward(
     eps: float,
     last: bool,
 ) -> list[Tensor]:
-    """Gradients of `own`, of the norms' weights, and of the sources, in this order.
+    """The gradients of the query, key and value (`own`), of the norms' weights, and of the sources, in this order.
 
     Args:
         own: As `mix` takes it, and so are what is not named here.

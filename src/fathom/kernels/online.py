@@ -13,7 +13,8 @@ Context: TypeAlias = Any
 
 @triton.jit
 def tile(number, rows, TALL: tl.constexpr, WIDTH: tl.constexpr):
-    """A tile of `[rows, WIDTH]`: its rows and columns, masks of valid rows and of valid places, and the offsets."""
+    """A tile of a matrix `[rows, WIDTH]`: row and column indices, masks of valid rows and elements, and offsets in
+    memory."""
     row = number * TALL + tl.arange(0, TALL)
     column = tl.arange(0, triton.next_power_of_2(WIDTH))
     live = row < rows
@@ -23,20 +24,21 @@ def tile(number, rows, TALL: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def read(places, inside):
-    """Load numbers in the accumulators' type: float32, or float64 for float64; 0 outside of the mask."""
+    """Load numbers as float32 (float64 if they are stored in float64); masked elements are 0."""
     x = tl.load(places, mask=inside, other=0.0)
     return x.to(tl.float64 if x.dtype == tl.float64 else tl.float32)
 
 
 @triton.jit
 def nothing(live, inside, WIDE: tl.constexpr):
-    """The initial state of `absorb`: the highest score so far, and both sums."""
+    """The initial state of the online softmax `absorb`: the highest score so far, and both sums."""
     return tl.full(live.shape, float("-inf"), WIDE), tl.zeros(live.shape, WIDE), tl.zeros(inside.shape, WIDE)
 
 
 @triton.jit
 def absorb(top, total, sum_, score, term):
-    """Add a score `[R]` and its term `[R, D]` to Σ exp(score - top) and Σ exp(score - top) · term."""
+    """A step of online softmax: add a score `[R]` to Σ exp(score - top), and its term `[R, D]` to Σ exp(score - top) ·
+    term."""
     higher = tl.maximum(top, score)
     old, new = tl.exp(top - higher), tl.exp(score - higher)
     return higher, total * old + new, sum_ * old[:, None] + new[:, None] * term
@@ -44,7 +46,8 @@ def absorb(top, total, sum_, score, term):
 
 @triton.jit
 def through_values(values, weights, of_values, d, row, live, inside, at, rows):
-    """Back from a mix, whose gradient is `d`, to its weights: Σ α_j g_j and the tuple of all g_j = d · v_j. The
+    """Backward of a mix Σ α_j v_j with gradient `d`, up to its weights: returns Σ α_j g_j and the tuple of all g_j = d
+    · v_j. The
     gradients of the values are stored on the way."""
     mean = tl.zeros(live.shape, d.dtype)
     gains = ()

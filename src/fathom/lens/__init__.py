@@ -1,1 +1,1 @@
-"""Looking inside a model: what it computed, and the page that shows it."""
+"""Inspect what a model computes for a text, and show it as an HTML page."""

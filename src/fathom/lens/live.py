@@ -1,4 +1,4 @@
-"""The lens in a running server: the page at `/lens`, and the route that computes its numbers."""
+"""The lens (what a model computes for a text) in a running server: the page `/lens`, and the route behind it."""
 
 from __future__ import annotations
 

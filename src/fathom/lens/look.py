@@ -1,4 +1,5 @@
-"""The computation of a model for a text: the layers that its values came from, and its prediction at every depth.
+"""What a model computes for a text: the layers from which attention's values were mixed, and the prediction at each
+depth.
 
 Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure
 its weights with that. Hooks on the layers read the residual stream after every visit (one layer
@@ -55,7 +56,7 @@ class Averages:
 
     @property
     def own(self) -> list[float]:
-        """The share of each visit's own value."""
+        """For each visit, the mean weight of the layer's own value in what its mixer stores."""
         return [row[-1] for row in self.weights]
 
 
@@ -100,7 +101,7 @@ class LensData:
 
     @property
     def bits_per_token(self) -> float:
-        """The mean surprisal; NaN for a single token."""
+        """The mean surprisal of a text's tokens in bits; NaN for a single token."""
         return float(self.surprisal[1:].mean()) if len(self.tokens) > 1 else math.nan
 
     @property
@@ -115,7 +116,7 @@ class LensData:
 
     @property
     def unshown(self) -> str:
-        """Why the page has no weights, in a few words; empty if it has them, or if there are none."""
+        """Why the page cannot show mixing weights, in a few words; empty if it shows them."""
         if not self.weights:
             return "values are not added up with weights"
         shares = all((row > -1e-4).all() and np.abs(row.sum(-1) - 1).max() < 1e-2 for row in self.weights)
@@ -140,7 +141,8 @@ class LensData:
         return values[made] if len(values) == len(made) and made.any() else values
 
     def origins(self) -> Iterator[Array]:
-        """C of every visit, `[T, heads, V]`: C_ℓ = α_ℓ e_ℓ + Σ_j α_j C_j, each raw value's share of the mixed one."""
+        """The share of each visit's raw value in each visit's mixed value, `[T, heads, V]`: C_ℓ = α_ℓ e_ℓ + Σ_j α_j
+        C_j."""
         read = {j for i, row in enumerate(self.sources) for j in row if j != i}
         kept: dict[int, Array] = {}
         for i, (sources, weights) in enumerate(zip(self.sources, self.weights, strict=True)):
@@ -167,8 +169,8 @@ class LensData:
 
 
 def mixture(mixer: ValueMixer, *given: Tensor | tuple[Tensor, ...]) -> Tensor | None:
-    """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`, with
-    one token or head where all are alike; None if it does not add them up.
+    """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`, or size
+    1 in a dimension along which all are equal; None if it is no weighted sum.
 
     Args:
         mixer: The mixer, which is measured in at least single precision.
@@ -188,7 +190,8 @@ def mixture(mixer: ValueMixer, *given: Tensor | tuple[Tensor, ...]) -> Tensor | 
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether two tokenizers have the same vocabulary and split this text alike, so that two models can be compared."""
+    """Whether two tokenizers have the same vocabulary and give the same tokens for this text, so that models are
+    comparable."""
     ids, others = (tokenizer(text, verbose=False)["input_ids"] for tokenizer in (one, other))
     return one.get_vocab() == other.get_vocab() and ids == others
 
@@ -271,7 +274,7 @@ def checked(
 
 
 def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | None]:
-    """Weights of interleaved slots, separated: one entry for each trip and layer."""
+    """The weights of slots that one forward pass interleaves, separated into one entry for each iteration and layer."""
     return [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in weights]
 
 
@@ -325,7 +328,7 @@ def record(
 
 
 class Says:
-    """The logit lens: the residual stream after every visit, through the last norm and the head.
+    """The logit lens: predictions from the residual stream after every layer pass, by the final norm and the head.
 
     Args:
         model: The model.
@@ -364,7 +367,7 @@ class Says:
             raise SettingsError("the model's scores are not finite: its weights are damaged, or its numbers overflow")
 
     def found(self, tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> dict[str, Any]:
-        """The fields of `LensData` that are about predictions, for a text `[T]`."""
+        """The fields of `LensData` that hold predictions and surprisals, for a text's token ids `[T]`."""
         predicted, own = np.stack(self.chosen), ids.cpu().numpy()
         distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
         fields = {"predictions": predicted, "said": self.said, "labels": own}
@@ -378,7 +381,8 @@ class Says:
         }
 
     def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
-        """From the head's input `[T, hidden_size]`: the likeliest tokens, their probabilities, and surprisals."""
+        """Apply the head to `[T, hidden_size]`: returns the likeliest next tokens, their probabilities, and the actual
+        ones' surprisal."""
         chosen, probabilities, bits = [], [], []
         rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for start in range(0, len(hidden), rows):
@@ -396,8 +400,8 @@ class Says:
 def watched(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
-    """A model in evaluation mode that calls `mixed` with every mixer's inputs and `after` with every layer's residual
-    state, in the plan's order."""
+    """A context in which a model in evaluation mode calls `mixed` with each mixer's inputs and `after` with each
+    layer's residual state, in execution order."""
     caller, training = threading.get_ident(), model.training  # a server's other threads use the same modules
     beside = model.model.beside
 
@@ -437,7 +441,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
 
 
 def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
-    """A token as text; its bytes if it is a part of a character."""
+    """A token as text; shown as its bytes in hexadecimal if it is only a part of a character."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:
         return spelled
@@ -458,7 +462,7 @@ def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[f
 
 
 def _plain(value: object) -> object:
-    """Arrays as nested lists, in lists too."""
+    """Convert NumPy arrays to nested lists, also arrays inside lists."""
     if isinstance(value, np.ndarray) and value.dtype.kind == "f":
         rounded = np.round(value.astype(np.float64), 6).astype(object)
         rounded[np.isnan(value)] = None  # JSON has no NaN

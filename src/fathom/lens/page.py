@@ -1,4 +1,4 @@
-"""The lens as one HTML file that loads nothing: `lens.html.j2` with its style, its script and the numbers.
+"""Write the lens page as one self-contained HTML file: `lens.html.j2` with its style, its script and the data.
 
 Per-token numbers are base64 of little-endian integers, a fifth of their size as JSON, and become markup only for the
 token that is selected; so a page of two thousand tokens is a megabyte or two and stays fast.
@@ -50,12 +50,12 @@ def lens_page(
 
 
 def pack(*data: LensData) -> dict[str, object]:
-    """The page's data, packed for JSON."""
+    """The lens page's data as a dictionary for JSON, with arrays packed in base64."""
     return {"models": [_pack(item) for item in data]}
 
 
 def quantise(weights: Array, steps: int) -> Array:
-    """Integers in proportion to the weights that add up to exactly `steps` along the last axis."""
+    """Round weights to integers proportional to them, such that these sum to exactly `steps` along the last axis."""
     scaled = weights.astype(np.float64) * steps
     floor = np.floor(scaled)
     missing = np.rint(steps - floor.sum(-1, keepdims=True))
@@ -96,7 +96,7 @@ def _pack(data: LensData) -> dict[str, object]:
 
 
 def _encode(values: Array) -> tuple[str, str]:
-    """The smallest unsigned type that holds the integers, and their bytes."""
+    """The smallest unsigned integer type that holds the values, and the values in it as base64."""
     whole = values.astype(np.int64)
     name = next(name for name in ("u1", "u2", "u4") if whole.size == 0 or whole.max() < 256 ** int(name[1]))
     return name, base64.b64encode(whole.astype(f"<{name}").tobytes()).decode()

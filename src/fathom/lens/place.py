@@ -26,7 +26,7 @@ def look_at(
     max_trips: int | None = None,
     breathe: Callable[[], None] | None = None,
 ) -> dict[str, object]:
-    """Predictions after these tokens at every visit (one layer in one trip), as plain numbers.
+    """The next-token predictions after these tokens at every layer pass, as plain numbers and text for JSON.
 
     It makes one forward pass and applies the head to the last token alone, which costs much less than `look`.
 
@@ -57,7 +57,7 @@ def look_at(
 
 
 def _shown(tokenizer: PreTrainedTokenizerBase, chosen: Array, shares: Array, bits: Array) -> dict[str, object]:
-    """Predictions at one position, `[1, top]`, as text."""
+    """The `top` predictions and the surprisal at one position, `[1, top]`, as text and rounded numbers."""
     top = [
         [spell(tokenizer, index), round(share, 5)]
         for index, share in zip(chosen[0].tolist(), shares[0].tolist(), strict=True)

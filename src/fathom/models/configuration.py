@@ -1,4 +1,5 @@
-"""`FathomConfig`: the switches of a backbone, Qwen3's by default, and one value for each axis of depth."""
+"""`FathomConfig`: a backbone's switches (Qwen3's by default), and a mechanism for each axis (mixer, residual,
+recurrence)."""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ NOT_NEGATIVE = ("initializer_range", "rms_norm_eps")
 
 
 def together(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """A file's options and those that a caller gives, which win: a closed mechanism whose steps are given opens."""
+    """Merge a file's options with a caller's, which take precedence; `blend_steps` alone opens a mechanism saved with
+    `blend` 0."""
     opens = bool(given.get("blend_steps")) and "blend" not in given and saved.get("blend") == 0
     return {**saved, **({"blend": 1.0} if opens else {}), **given}
 
 
 @strict
 class FathomConfig(DecoderConfig):
-    """The configuration of a Fathom decoder: a backbone's switches, and one value for each axis of depth.
+    """The configuration of a Fathom decoder: a backbone's switches, and a mechanism for each axis (mixer, residual,
+    recurrence).
 
     With every axis at its first value the model equals its family's own model, bit for bit. Every switch defaults to
     Qwen3's. `fathom mechanisms` lists the values and their options. Invalid values raise a `ValueError` that names the
@@ -88,7 +91,7 @@ class FathomConfig(DecoderConfig):
             )
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
-        """How transformers splits a layer's projections over processes: heads, and channels of the MLP.
+        """How transformers splits projections for tensor parallelism: attention by heads, the MLP by channels.
 
         A norm over the full width of queries and keys needs all heads, so attention then runs unsplit on each process.
         """
@@ -139,7 +142,7 @@ class FathomConfig(DecoderConfig):
                     raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
 
     def _check_experts(self) -> None:
-        """Refuse experts that cannot be built."""
+        """Refuse numbers of experts that cannot be built, such as more experts per token than experts."""
         for name in ("experts", "experts_per_token"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
@@ -162,8 +165,8 @@ class FathomConfig(DecoderConfig):
 
     @property
     def mixes_unrotated(self) -> bool:
-        """Whether mixers score queries and keys before rotation: where some layers rotate otherwise than others, scores
-        of rotated ones would depend on a token's position. Keys that are normed after rotation stay rotated."""
+        """Whether mixers use queries and keys before rotation: if layers have different rotary angles, scores between
+        rotated ones would depend on a token's position. Keys that are normed after rotation stay rotated."""
         if self.mixer == DEFAULTS["mixer"] or self.k_norm_position == "after_rope" or self.positions == "learned":
             return False
         rope = self.rope_parameters or {}
@@ -183,14 +186,14 @@ class FathomConfig(DecoderConfig):
 
     @property
     def rereads(self) -> bool:
-        """Whether generation reads a text again where its rotary angles change, since cached keys were rotated by
-        the earlier ones. The classes of Phi-3 and PhiMoE do. Those of other families keep the cached keys, and so does
+        """Whether generation recomputes the cache when rotary angles change with length, since cached keys have the old
+        angles. The classes of Phi-3 and PhiMoE do. Those of other families keep the cached keys, and so does
         a model without mechanisms, which equals them."""
         depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
         return self.rope_stretches and (depth or self.native.get("model_type") in ("phi3", "phimoe"))
 
     def validate_rope(self) -> None:
-        """See transformers; messages name an unknown `rope_type` and the missing parameter."""
+        """Like transformers' method, but its errors name an unknown `rope_type` or a missing parameter."""
         given = self.rope_parameters or {}
         for part in given.values() if given and all(isinstance(part, dict) for part in given.values()) else [given]:
             kind, theta = part.get("rope_type", part.get("type", "default")), part.get("rope_theta", 1.0)
@@ -206,7 +209,7 @@ class FathomConfig(DecoderConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """See transformers; overrides of an axis are applied before validation, not after."""
+        """Like transformers' method, but overridden keys are applied before validation, not after it."""
         config_dict = dict(config_dict)
         for axis in AXES:
             options = f"{axis}_options"

@@ -34,7 +34,7 @@ _counted: dict[str, int] = {}
 
 
 def count_parameters(config: FathomConfig) -> int:
-    """The exact number of parameters, from the shapes of a model on the meta device."""
+    """The exact number of parameters, counted on a model that is built on the meta device."""
     values = repr(vars(config))
     if values not in _counted:
         with torch.device("meta"):
@@ -44,14 +44,15 @@ def count_parameters(config: FathomConfig) -> int:
 
 
 def active_parameters(config: FathomConfig) -> int:
-    """The parameters that one token uses: all but the experts that it does not visit."""
+    """The parameters that one token uses: all except the experts to which it is not routed."""
     if config.host:
         return count_parameters(config) - sum(cost.idle for cost in layer_costs(config))
     return count_parameters(config) - config.num_hidden_layers * idle_parameters(config)
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
-    """The cost that the three axes add to the vanilla decoder, without attention scores of further trips."""
+    """The cost that the three mechanisms add to the vanilla decoder, without the attention scores of further
+    iterations."""
     total, visits = Cost(), [visit for trip in plan(config) for visit in trip]
     for axis in AXES:
         cost = mixer_cost if config.host and axis == "mixer" else mechanism(axis, getattr(config, axis)).cost
@@ -60,7 +61,8 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
 
 
 def attention_reads(config: FathomConfig) -> list[int]:
-    """Keys of each earlier token that all trips of a token read, per layer; one in vanilla."""
+    """How many keys of an earlier token each layer reads in all iterations of a token together; one in the vanilla
+    decoder."""
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
     reads = [0] * config.num_hidden_layers
@@ -80,14 +82,15 @@ def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[float
 
 
 def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """FLOPs per token of a forward pass with every axis at its first value."""
+    """FLOPs per token of a forward pass of the vanilla decoder, without any mechanism."""
     layers = config.num_hidden_layers
     stack = sum(cost.flops for cost in layer_costs(config)) if config.host else layers * layer_flops(config)
     return stack + _attention(config, sequence_length, [1] * layers) + head_flops(config)
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """FLOPs per token of decoding with mechanisms: all trips within `max_trips`, as if no token halted."""
+    """FLOPs per token of decoding with the mechanisms, counting all iterations up to `max_trips` as if no token
+    halted."""
     return _forward_flops(as_decoded(config), sequence_length)
 
 
@@ -109,35 +112,37 @@ def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[fl
 
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
-    """Passes of a token through a layer in one forward pass of training: mean and maximum."""
+    """How often a token passes through a layer in one training forward pass: mean and maximum."""
     shares, draws = zip(*_draws(config), strict=True)
     found = [sum(_passes(drawn, rounds)) for drawn, rounds in draws]
     return _mean(found, shares), max(found)
 
 
 def kept_visits(config: FathomConfig) -> int:
-    """The maximum number of these passes for which a training step keeps activations."""
+    """The maximum number of a token's passes through a layer for which a training step keeps activations."""
     passes = [_passes(drawn, rounds) for _, (drawn, rounds) in _draws(config)]
     return max(sum(each[len(each) - _kept(config, len(each)) :]) for each in passes)
 
 
 def _draws(config: FathomConfig) -> list[tuple[float, tuple[FathomConfig, int]]]:
-    """Every number of trips that training may make, with the fewest and with the most rounds; and its share of the
-    steps. The cost is linear in the rounds, which are drawn uniformly, so the mean over this list is that of a run."""
+    """Every number of iterations that a training step may make, with the fewest and the most solver rounds; and its
+    share of steps. The cost is linear in the rounds, which are drawn uniformly, so the mean over this list is that of a
+    run."""
     recurrence = recurrence_class(config)
     shares, rounds = recurrence.training_shares(config), recurrence.training_rounds(config)
     return [(share, (_of_trips(config, trips), n)) for trips, share in shares.items() for n in rounds]
 
 
 def _mean(values: Sequence[float], shares: Sequence[float]) -> float:
-    """The weighted mean; where all shares are equal, without their rounding."""
+    """The mean of values weighted by their shares; a plain mean if all shares are equal, to avoid rounding."""
     if len(set(shares)) == 1:
         return sum(values) / len(values)
     return sum(v * share for v, share in zip(values, shares, strict=True)) / sum(shares)
 
 
 def _passes(config: FathomConfig, rounds: int) -> list[int]:
-    """Visits of each pass; without the solver all trips are one."""
+    """The number of layer visits in each pass of the Jacobi solver; without the solver, all iterations count as one
+    pass."""
     sizes = [config.num_hidden_layers * size for size in _stages(config, rounds)]
     return sizes or [sum(len(trip) for trip in plan(config))]
 
@@ -154,8 +159,8 @@ def _stages(config: FathomConfig, rounds: int) -> list[int]:
 
 
 def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> float:
-    """With n Jacobi rounds and K + 1 trips: Σ m + (n + 1)(K + 1) passes of a row, whose attention is
-    Σ m² + (n + 1)(K + 1)²."""
+    """FLOPs of a training step; n Jacobi rounds of K + 1 iterations cost Σ m + (n + 1)(K + 1) forward passes, and
+    attention Σ m² + (n + 1)(K + 1)²."""
     sizes = _stages(config, rounds)
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)
     beyond = mechanism_cost(config).training_flops
@@ -183,7 +188,7 @@ def _kept(config: FathomConfig, passes: int) -> int:
 
 
 def _scores_again(config: FathomConfig, sequence_length: int) -> float:
-    """View DUO: the backward pass of a trip that reads earlier ones recomputes its attention."""
+    """The extra FLOPs of view DUO: the backward pass recomputes attention in iterations that read earlier ones."""
     first, *later = plan(config)
     if not later or recurrence_class(config).sees(config) is not View.DUO:
         return 0.0
@@ -194,7 +199,7 @@ def _scores_again(config: FathomConfig, sequence_length: int) -> float:
 
 
 def _linear_flops(config: FathomConfig) -> float:
-    """The layers of every trip and the mechanisms, without head and attention scores."""
+    """FLOPs of the layers in all iterations and of the mechanisms, without the head and attention scores."""
     flops = config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
     if config.host:  # a recurrence counts every visit as one of Fathom's own layers
         costs = layer_costs(config)
@@ -217,8 +222,8 @@ def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
 
 
 def cache_bytes_per_token(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
-    """Keys and values, or latents, of one token in every layer and trip within `max_trips`. A layer's state is as large
-    for every text, and not counted."""
+    """Cache bytes per token: keys and values, or latents, in every layer and iteration up to `max_trips`. A layer's
+    state is as large for every text, and not counted."""
     config = as_decoded(config)
     own = layer_cache_bytes(config, bytes_per_scalar)
     held = config.num_hidden_layers * own + mechanism_cost(config, bytes_per_scalar).cache_bytes

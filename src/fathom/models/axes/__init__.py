@@ -1,1 +1,2 @@
-"""The base of mechanisms and parts of the decoder: roles, the configuration's fields, visits, arithmetic."""
+"""What mechanisms and decoder parts are built on: base classes, the configuration's fields, layer passes,
+arithmetic."""

@@ -1,4 +1,6 @@
-"""`blend`: an exact start for weights that were trained without a mechanism.
+"""`blend`: a mechanism may start with weight λ = 0, so that a model trained without it first computes the same.
+
+The blend is linear:
 
     y = a + λ (b - a)        a is the result without the mechanism, b the result with it
 
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BlendOptions(MechanismOptions):
-    """Options of a mechanism that can start closed."""
+    """Options of a mechanism that can start with weight λ = 0, so that a pretrained model first computes the same."""
 
     learns: ClassVar[bool] = True
     """Whether `blend` may be `learned`."""
@@ -52,7 +54,7 @@ class BlendOptions(MechanismOptions):
     """Training steps over which λ rises from 0 to `blend`; 0 keeps it constant. A saved model has its current λ."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse a weight outside 0 … 1, a negative number of steps, and gates that the mechanism cannot have."""
+        """Refuse a `blend` outside 0 … 1, negative `blend_steps`, and `gates` that the mechanism cannot have."""
         super().check(config)
         if isinstance(self.blend, str):
             self.require("blend", self.learns, "lie in 0..1: this mechanism has no learned gates")
@@ -75,7 +77,7 @@ class BlendOptions(MechanismOptions):
 
 
 class Blended(MechanismModule):
-    """A mechanism with λ; listed before its role among the base classes."""
+    """Base class of mechanisms with a blending weight λ; list it before `ValueMixer` or `Residual` among the bases."""
 
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
@@ -92,21 +94,21 @@ class Blended(MechanismModule):
 
     @classmethod
     def gated(cls, config: DecoderConfig, *place: int) -> bool:
-        """Whether the module has gates, if they are learned: not where it never computes anything."""
+        """Whether a module has parameters for learned gates; False where the mechanism never computes anything."""
         return True
 
     @classmethod
     def mixes(cls, config: DecoderConfig, *place: int) -> bool:
-        """Whether its gates have a λ, next to the gain."""
+        """Whether learned gates have a λ besides the gain g."""
         return True
 
     @property
     def closable(self) -> bool:
-        """Whether what the model computes without the mechanism is needed."""
+        """Whether a forward pass must also compute the result without the mechanism, in order to blend the two."""
         return self.blend is not None or self.blend_gates is not None
 
     def init_weights(self, std: float) -> None:
-        """Also close the gates, and initialise a constant λ, which checkpoints do not contain."""
+        """Also set learned gates to zero and a constant λ to its initial value, since checkpoints do not contain it."""
         super().init_weights(std)
         if self.blend_gates is not None:
             self.blend_gates.close()
@@ -115,11 +117,11 @@ class Blended(MechanismModule):
 
     @property
     def scheduled(self) -> bool:
-        """λ rises, or something else changes."""
+        """Whether λ rises over training, or the base class changes something over training."""
         return bool(self.blend_steps) or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Also set λ for this step."""
+        """Also set the scheduled λ to its value at this step."""
         super().set_step(step, steps)
         if self.blend is not None and self.blend_steps:
             self.blend_now = self.final_blend * min(1.0, step / self.blend_steps)
@@ -132,12 +134,12 @@ class Blended(MechanismModule):
             getattr(config, f"{self.axis}_options").update(blend=self.blend_now, blend_steps=0)
 
     def opened(self, update: Tensor) -> Tensor:
-        """λ b, for streams that the mechanism otherwise leaves unchanged."""
+        """The update times λ, for mechanisms that add their update to a stream which is unchanged otherwise."""
         return update if self.blend is None else update * self.blend.to(update.dtype)
 
     def blended(self, without: Tensor, result: Tensor) -> Tensor:
-        """a + λ (b - a) of the results without and with the mechanism, in at least float32; (1 + g) a + λ b if the
-        gates are learned."""
+        """Blend the results a (without the mechanism) and b (with it) in at least float32: a + λ (b - a), or (1 + g) a
+        + λ b with learned gates."""
         if self.blend_gates is not None:
             return self.blend_gates(without, result)
         if self.blend is None:
@@ -148,20 +150,21 @@ class Blended(MechanismModule):
 
 @dataclass(frozen=True)
 class BlendedMixerOptions(MixerOptions, BlendOptions):
-    """Options of a mixer that can start closed."""
+    """Options of a mixer that can start with weight λ = 0, so that a pretrained model first computes the same."""
 
     shuffled: bool = False
     """For `blend: learned`: m comes from another sequence of the batch, at the same positions. It has the statistics of
     m without its content, so it is the control of a mechanism's content."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse to shuffle what has no gate of its own."""
+        """Refuse `shuffled` unless `blend` is `learned`."""
         super().check(config)
         self.require("shuffled", self.learned or not self.shuffled, "be false unless blend is learned")
 
 
 class BlendedMixer(Blended, ValueMixer):
-    """A mixer with λ. With learned gates it stores (1 + g) v + λ m, where m is what the sources alone make."""
+    """Base class of mixers with a blending weight λ. With learned gates it stores (1 + g) v + λ m, where m is what the
+    sources alone make."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -169,7 +172,7 @@ class BlendedMixer(Blended, ValueMixer):
 
     @classmethod
     def mixes(cls, config: DecoderConfig, *place: int) -> bool:
-        """Whether the layer ever has a source: below, or in an earlier trip."""
+        """Whether the layer has anything to mix in: a source in a lower layer, or in an earlier iteration."""
         loop = config.recurrence_options
         again = loop.get("prelude", 0) <= place[0] < config.num_hidden_layers - loop.get("coda", 0)
         crosses = config.recurrence != "once" and loop.get("kv") != "first"
@@ -177,11 +180,11 @@ class BlendedMixer(Blended, ValueMixer):
         return crosses or bool(cls.source_layers(config, *place))
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """m, `[B, H_kv, T, D]`: the mechanism's mix without the layer's own value."""
+        """The mix m of the sources' values alone, without the layer's own value, `[B, H_kv, T, D]`."""
         raise NotImplementedError
 
     def with_gates(self, query: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """(1 + g) v + λ m."""
+        """The value to store, (1 + g) v + λ m."""
         assert self.blend_gates is not None
         if not sources:
             return self.blend_gates(value)
@@ -192,7 +195,8 @@ class BlendedMixer(Blended, ValueMixer):
 
 
 class BlendedResidual(Blended, Residual):
-    """A residual with λ; it stands before the mechanism's own class among the bases. While λ may be below 1, the state
+    """Base class of residuals with a blending weight λ; list it before the mechanism's own class among the
+    bases. While λ may be below 1, the state
     begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads. With
     learned gates it reads (1 + g) x + λ h."""
 
@@ -201,12 +205,12 @@ class BlendedResidual(Blended, Residual):
         self.adds = self.closable
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """The plain stream, followed by the mechanism's own state."""
+        """The initial state: the plain stream, followed by the mechanism's own state."""
         own = super().begin(embeddings)
         return (embeddings, *own) if self.closable else own
 
     def read(self, state: ResidualState) -> tuple[Any, ResidualState, WriteContext]:
-        """Interpolate between the plain stream and the mechanism's."""
+        """Interpolate between the plain stream and the input that the mechanism reads."""
         if not self.closable:
             return super().read(state)
         x, own, context = super().read(state[1:])
@@ -222,12 +226,12 @@ class BlendedResidual(Blended, Residual):
 
 
 def gate_size(config: DecoderConfig, options: BlendOptions) -> int:
-    """Numbers in one gate of a mechanism; 0 unless they are learned."""
+    """The size of one learned gate of a mechanism; 0 if its gates are not learned."""
     return math.prod(gate_shapes(config, options.axis)[options.gates]) if options.learned else 0
 
 
 def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: BlendOptions) -> Cost:
-    """Cost of blending `reads` streams with a plain stream, without the parameters."""
+    """Cost of blending the plain stream into `reads` inputs of sub-layers, not counting parameters."""
     width = config.hidden_size
     return Cost(elementwise_flops=4 * width * reads, transient_bytes=width * scalar) if options.blends else Cost()
 
@@ -235,7 +239,7 @@ def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: Blend
 def mixing_cost(
     config: DecoderConfig, visits: Sequence[Visit], options: BlendOptions, mixer: type[BlendedMixer]
 ) -> Cost:
-    """Cost of blending a mixer's values. Learned gates have parameters, and a gain in every layer."""
+    """Cost of blending mixed values with the layers' own. Learned gates have parameters, and a gain in every layer."""
     width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(v.sources) for v in visits)
     if not options.learned:
         return Cost(elementwise_flops=3 * width * mixing * options.blends)

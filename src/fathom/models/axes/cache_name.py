@@ -1,4 +1,4 @@
-"""The name under which a part takes its cache: transformers says `cache` from 5.24 on, and `past_key_values` before."""
+"""The name of the cache argument: `cache` in transformers 5.24 and later, `past_key_values` before."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def first_of(names: Container[str]) -> str | None:
-    """The name of the cache among these."""
+    """The first of the cache argument's possible names that is among these names."""
     return next((name for name in CACHES if name in names), None)
 
 
@@ -27,7 +27,7 @@ CACHE: str = first_of(inspect.signature(create_causal_mask).parameters) or "past
 
 @functools.cache
 def taken(kind: Hashable) -> str:
-    """The name under which a class of modules takes the cache; a wrapper that takes anything hands on CACHE."""
+    """The name of the cache argument of a module class's `forward`; `CACHE` for a wrapper that takes any keyword."""
     return first_of(inspect.signature(cast(type[nn.Module], kind).forward).parameters) or CACHE
 
 
@@ -37,12 +37,12 @@ def passed(model: nn.Module, cache: Cache | None) -> dict[str, Any]:
 
 
 def returned(output: Any) -> Any:
-    """The cache of an output; None if it has none."""
+    """The KV cache in a model's output; None if the output has none."""
     return getattr(output, CACHE, None)
 
 
 def by_any_name(function: Function) -> Function:
-    """A method that takes `past_key_values` also by the installed name.
+    """Decorate a method that takes `past_key_values` so that it also takes the installed transformers' name for it.
 
     An engine's own cache, which is no `Cache`, stays where it is.
     """
@@ -64,10 +64,10 @@ def by_any_name(function: Function) -> Function:
 
 
 def cache_among(given: Mapping[str, Any]) -> Any:
-    """The cache among a forward pass's arguments; None if there is none."""
+    """The KV cache among a forward pass's arguments, under any of its names; None if there is none."""
     return next((given[name] for name in CACHES if given.get(name) is not None), None)
 
 
 def with_cache(given: Mapping[str, Any], model: nn.Module, cache: Cache) -> dict[str, Any]:
-    """A forward pass's arguments with another cache, by the name that the model takes."""
+    """A forward pass's arguments with the cache replaced, under the name that the model's `forward` uses."""
     return {name: value for name, value in given.items() if name not in CACHES} | passed(model, cache)

@@ -17,7 +17,8 @@ KEYED = ("full_attention", "sliding_attention", "chunked_attention")
 
 @strict
 class DecoderConfig(Qwen3Config):
-    """A backbone's switches, and one value for each axis of depth; every other key is `Qwen3Config`'s."""
+    """A backbone's switches, and the mechanism on each axis (mixer, residual, recurrence); other keys are
+    `Qwen3Config`'s."""
 
     mixer: str = "none"
     """Which value attention stores and reads: `none` (the layer's own), or a mechanism."""
@@ -101,12 +102,13 @@ class DecoderConfig(Qwen3Config):
 
     @property
     def keyed_layers(self) -> tuple[int, ...]:
-        """The layers that keep a key and a value of every token."""
+        """The indices of layers that cache a key and a value for each token, unlike layers with a recurrent state."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
     def attention_chunk_size(self) -> int | None:
-        """Tokens of the chunks that a host's layers read, by the name that caches ask for; None if they read none."""
+        """The chunk size of a host's chunked attention, under the name that caches ask for; None without chunked
+        attention."""
         return self.native.get("attention_chunk_size") if "chunked_attention" in self.layer_types else None
 
     @property

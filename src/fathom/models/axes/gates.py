@@ -1,4 +1,6 @@
-"""Learnt gates: a mechanism's result is added to what the model computes without it, and a gain is split off.
+"""Learned gates: a weight λ on what a mechanism adds, and a separate gain g on the result without the mechanism.
+
+The gated result is
 
     y = (1 + g) a + λ m        a is the result without the mechanism, m what the mechanism adds, without a
 
@@ -27,8 +29,8 @@ Shape = tuple[int, ...]
 
 
 def gate_shapes(config: DecoderConfig, axis: str) -> Mapping[str, Shape]:
-    """The shapes that gates may have, by the option `gates`: of values `[B, H_kv, T, D]` for a mixer, of a stream
-    `[B, T, hidden_size]` for the other axes."""
+    """The shape of a gate for each value of the option `gates`; it broadcasts to values `[B, H_kv, T, D]` for a mixer,
+    to the stream `[B, T, hidden_size]` otherwise."""
     if axis != "mixer":
         return {"layer": (1,), "channel": (config.hidden_size,)}
     heads, width = config.num_key_value_heads, config.head_dim
@@ -36,7 +38,7 @@ def gate_shapes(config: DecoderConfig, axis: str) -> Mapping[str, Shape]:
 
 
 class Gates(nn.Module):
-    """g and λ of one place, stored flat.
+    """The parameters g and λ of one layer or sub-layer, stored flat.
 
     Args:
         shape: Their shape, as it broadcasts against the tensors that they multiply.
@@ -57,7 +59,7 @@ class Gates(nn.Module):
             init.zeros_(parameter)
 
     def forward(self, own: Tensor, mix: Tensor | None = None, start: float = 1.0) -> Tensor:
-        """(1 + g) a + λ m, or (1 + g) a without m, in at least float32.
+        """The gated result (1 + g) a + λ m, or (1 + g) a if `mix` is None, computed in at least float32.
 
         Args:
             own: a.

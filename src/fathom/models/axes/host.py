@@ -1,4 +1,5 @@
-"""Reads from the device to the host. Each read waits for the device, so all of them go through this function.
+"""Copy numbers from the accelerator to CPU memory. Each read waits for the device, so all of them go through this
+function.
 
 If tokens halt, the host needs the number of continuing tokens to size the next trip: one read per trip.
 """

@@ -15,19 +15,19 @@ IGNORE = -100
 
 
 def widen(x: Tensor) -> Tensor:
-    """At least float32: half precision is for storage, not for sums."""
+    """Convert half precision to float32 for sums; leave float32 and float64 as they are."""
     if x.dtype is torch.float32:
         return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def autocasts(x: Tensor) -> bool:
-    """Whether autocast chooses the precision of products on the device of `x`. The meta device has no autocast."""
+    """Whether autocast is enabled on the device of `x`. The meta device has no autocast."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast leaves products on the device of `x` alone."""
+    """A context without autocast on the device of `x`."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)
 
 
@@ -36,8 +36,9 @@ FEW = 2**14
 
 
 def few(x: Tensor) -> bool:
-    """Whether a list of tensors like `x` is mixed faster as a stack: eagerly, on a CPU, without gradients, as a decoded
-    token is. Half precision keeps to the list, whose sums are wider, and so does autocast, which would narrow them."""
+    """Whether tensors like `x` are mixed faster as one stack than as a list: small ones, in eager mode on a CPU,
+    without gradients. Half precision keeps to the list, whose sums are wider, and so does autocast, which would narrow
+    them."""
     return (
         not torch.is_grad_enabled()
         and x.is_cpu
@@ -61,7 +62,8 @@ def softmax_list(scores: Sequence[Tensor]) -> list[Tensor]:
 
 
 def weighted_sum(weights: Sequence[Tensor] | Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """Σ_j weights_j · terms_j, weights listed or stacked; in place in the first product if no gradient is recorded."""
+    """The sum Σ_j weights_j · terms_j of a list or stack of weights; accumulated in place if no gradient is
+    recorded."""
     recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
     total, add = weights[0] * terms[0], torch.addcmul if recorded else Tensor.addcmul_
     for weight, term in zip(weights[1:], terms[1:], strict=True):
@@ -75,7 +77,7 @@ def head_sum(query: Tensor, num_key_value_heads: int) -> Tensor:
 
 
 def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
-    """The mean of each group instead of the sum."""
+    """The mean of each key-value head's group of queries, in at least float32."""
     group = query.shape[1] // num_key_value_heads
     return head_sum(query, num_key_value_heads) / group if group > 1 else widen(query)
 

@@ -1,4 +1,4 @@
-"""The functions that a faster kernel may replace: a table that is empty in an export.
+"""The table of functions that a faster kernel may replace; no replacements are registered in an export.
 
 `fathom.kernels.use` fills it. A replacement serves one type of device, in half and single precision. Double precision
 always runs the reference, so that exactness can be measured.
@@ -30,14 +30,15 @@ it calls `faster`."""
 
 
 def replace(functions: Mapping[str, Function], device: str) -> None:
-    """Use these functions, by name, for tensors on one type of device (`cuda`), and drop all earlier replacements."""
+    """Register these functions by name as replacements for tensors on one device type (`cuda`); drop all earlier
+    replacements."""
     assert set(functions) <= set(REPLACEABLE)
     FASTER.clear()
     FASTER.update({(name, device): function for name, function in functions.items()})
 
 
 def faster(name: str, x: Tensor) -> Function | None:
-    """The replacement of a function for a tensor like `x`; None for the reference."""
+    """The faster kernel for a function and a tensor like `x`; None if the PyTorch reference is to be used."""
     if not FASTER or x.dtype == torch.float64:
         return None
     return FASTER.get((name, x.device.type))

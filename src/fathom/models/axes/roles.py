@@ -1,4 +1,4 @@
-"""The three roles of mechanisms, and what a mechanism must declare.
+"""The base classes of mechanisms (mixer, residual, recurrence), and what a mechanism must declare.
 
 Each base class *is* the first value of its axis: a `ValueMixer` that mixes nothing, a `Residual` that adds, a
 `Recurrence` that makes one trip. A mechanism subclasses one of them in its own file, which ends with one `Mechanism`.
@@ -38,7 +38,7 @@ Own = TypeVar("Own", bound="MechanismOptions")
 
 
 class View(enum.Enum):
-    """Which slots (token, trip) a slot may read."""
+    """Which slots a slot may read; a slot is a pair (token, iteration)."""
 
     SAME = "same"  # the same trip of earlier tokens (or their last one)
     DUO = "duo"  # trips up to its own
@@ -46,12 +46,12 @@ class View(enum.Enum):
 
     @property
     def depth_parallel(self) -> bool:
-        """Whether one trip of all tokens can be computed at once, exactly."""
+        """Whether one iteration can be computed for all tokens at once, exactly."""
         return self is not View.ALL
 
 
 class Way(enum.Enum):
-    """How a forward pass without slots in a cache makes its trips; `walk.py` has a maker for each."""
+    """The ways in which a forward pass without a slot cache runs its iterations; `walk.py` has a class for each."""
 
     ONCE = enum.auto()  # one trip, and nothing after it
     BANKED = enum.auto()  # each trip an ordinary pass with a bank of its own
@@ -91,7 +91,8 @@ class MechanismOptions:
 
     @classmethod
     def of(cls: type[Own], config: DecoderConfig) -> Own:
-        """The subset of these fields in `config`; a base class reads its part of a mechanism's options."""
+        """Read this class's fields from the options in `config`; a base class so reads its part of a mechanism's
+        options."""
         given = getattr(config, f"{cls.axis}_options")
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 
@@ -104,7 +105,7 @@ class MechanismOptions:
         return self
 
     def require(self, name: str, holds: bool, says: str) -> None:
-        """Refuse the value of an option that must be what `says` says."""
+        """Raise a `ValueError` for an option unless `holds`; the text `says` completes "must …"."""
         if not holds:
             raise ValueError(f"{self.axis}_options.{name} must {says}, got {getattr(self, name)!r}")
 
@@ -133,7 +134,7 @@ class ResidualOptions(MechanismOptions):
 
 @dataclass(frozen=True)
 class VisitOptions(ResidualOptions):
-    """Options of a residual that may differ from trip to trip."""
+    """Options of a residual that may have separate parameters for each loop iteration."""
 
     per_visit: bool = False
     """Whether a layer that runs in several iterations has these parameters for each of them; its other weights are
@@ -160,7 +161,7 @@ class RecurrenceOptions(MechanismOptions):
 
 @dataclass(frozen=True)
 class HaltingOptions(RecurrenceOptions):
-    """Options of a recurrence whose tokens may halt, and which trains trip by trip."""
+    """Options of a recurrence whose tokens may halt, and which trains one iteration after another."""
 
     skip_dead_rows: bool = False
     """Whether training leaves halted tokens out of an iteration: the same numbers for less compute, with one host
@@ -186,7 +187,7 @@ class Mechanism:
 
 
 class MechanismModule(nn.Module):
-    """Common base class of the three roles."""
+    """Common base class of mixers, residuals and recurrences."""
 
     axis: ClassVar[str]
     no_weight_decay: tuple[str, ...] = ()
@@ -194,27 +195,28 @@ class MechanismModule(nn.Module):
 
     @property
     def scheduled(self) -> bool:
-        """Whether anything changes over the training steps, so that training has to call `set_step`."""
+        """Whether the module has a schedule over training steps, so that training must call `set_step`."""
         return False
 
     def init_weights(self, std: float) -> None:
-        """Initialise this module's own parameters and buffers (with `transformers.initialization`)."""
+        """Initialise the parameters and buffers that belong to this module itself (with
+        `transformers.initialization`)."""
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Set the current value of a schedule over training steps; `steps` is the total."""
 
     def settle(self, config: DecoderConfig) -> None:
-        """Write the current value of a schedule into `config`, before it is saved, as its final value."""
+        """Write a schedule's current value into `config` as its final value, before `config` is saved."""
 
 
 def watched(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its `forward`: it has hooks, or is offloaded."""
+    """Whether calling the module does more than `forward`, because it has hooks or is offloaded."""
     hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(hooks) or "forward" in module.__dict__
 
 
 def direct(module: nn.Module) -> Callable[..., Any]:
-    """`module.forward` if nothing watches the module's calls, else `module`.
+    """`module.forward` if the module has no hooks and is not offloaded, else `module`.
 
     For one token, calling `forward` directly saves the time of an addition.
     """
@@ -222,7 +224,7 @@ def direct(module: nn.Module) -> Callable[..., Any]:
 
 
 class ValueMixer(MechanismModule):
-    """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
+    """Base class of mixers, which decide the value that attention stores and reads: `layers.N.self_attn.mixer`."""
 
     axis = "mixer"
     asks = False
@@ -239,7 +241,8 @@ class ValueMixer(MechanismModule):
 
     @staticmethod
     def across_trips(config: DecoderConfig, default: str) -> str:
-        """How sources cross the trips of a recurrence: `none`, `same_layer`, `grid` or `first`.
+        """How a layer's sources from earlier iterations are chosen in a recurrence: `none`, `same_layer`, `grid` or
+        `first`.
 
         Args:
             config: The model's configuration.
@@ -277,17 +280,18 @@ class ValueMixer(MechanismModule):
         return value
 
     def asked(self, query: Tensor) -> Tensor:
-        """The queries `[B, H, T, D]` with which attention asks; called only if `asks` is set, and not by hosts."""
+        """Change the queries `[B, H, T, D]` of attention; called only if `asks` is set, and not for a family's own
+        layers."""
         return query
 
     def stored(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The key and the value to store, whichever of them `forward` returns; it is called as a module if hooks wait
-        for its calls."""
+        """The key and the value to store, whether `forward` returns both or the value alone; calls the module if it has
+        hooks, else `forward`."""
         found = direct(self)(query, key, value, sources)
         return found if isinstance(found, tuple) else (key, found)
 
     def source_weights(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
-        """The weights with which `forward` adds up the sources' values and, last, the layer's own.
+        """The weights with which `forward` adds up the sources' values and the layer's own value, which comes last.
 
         They are `[B, H_kv, T, S + 1]`, and measured: where value j is the j-th unit vector, the result holds all
         weights. None if `forward` adds up values in another way, such as channel by channel. Override this if the
@@ -312,12 +316,13 @@ class ValueMixer(MechanismModule):
 
 
 def ways(residual: Residual) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`read` and `write` of a residual; the module itself, twice, if hooks wait for its calls."""
+    """The functions `read` and `write` of a residual; the module itself for both if it has hooks or is offloaded."""
     return (residual, residual) if watched(residual) else (residual.read, residual.write)
 
 
 class Residual(MechanismModule):
-    """Determines how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
+    """Base class of residuals, which decide how a sub-layer's output reaches later ones:
+    `layers.N.{attn,mlp}_residual`, `model.final_residual`.
 
     Sub-layers are numbered 0 … 2L-1 (attention, MLP, attention, …); 2L is the read before the final norm.
 
@@ -339,7 +344,7 @@ class Residual(MechanismModule):
         self.sublayer = sublayer
 
     def forward(self, state: ResidualState, *written: Any) -> Any:
-        """`write` if an update is given, else `read`. A call of the module, since hooks run only on calls."""
+        """Call `write` if an update is given, else `read`. A call of the module, since hooks run only on calls."""
         return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
@@ -365,13 +370,14 @@ class Residual(MechanismModule):
         return state[0], state, None
 
     def gained(self, ways: Ways) -> Ways:
-        """The inputs of the three projections, of what the layer's norm made of `Ways`: for gains of their own. Called
+        """The inputs of the query, key and value projections after the layer's norm; a residual may apply a gain to
+        each. Called
         without hooks, so parameters belong to modules inside this one."""
         return ways
 
     def stream_weights(self) -> Mapping[int, float] | None:
-        """The weights with which the stream after this sub-layer adds up the embeddings (0) and the blocks' outputs
-        (1 for the first); None if they are not the same for every token."""
+        """The weights of the embeddings (key 0) and of each block's output (1 for the first block) in the stream after
+        this sub-layer; None if they differ by token."""
         return None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
@@ -386,7 +392,8 @@ class Residual(MechanismModule):
 
 
 class Recurrence(MechanismModule):
-    """Determines how many trips a token makes and the input of each trip: `model.recurrence`.
+    """Base class of recurrences, which decide how many iterations a token makes and the input of each:
+    `model.recurrence`.
 
     Its state is a dictionary of tensors `[B, T, ...]`, one value per token. For halted tokens `sweep` keeps the state
     unchanged.
@@ -423,7 +430,7 @@ class Recurrence(MechanismModule):
 
     @staticmethod
     def trips_of(config: DecoderConfig) -> int:
-        """Trips of a token, the first included."""
+        """The number of iterations that a token makes, the first included."""
         return 1
 
     @classmethod
@@ -444,7 +451,8 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def kept_passes(cls, config: DecoderConfig) -> int:
-        """`gradient_passes` of a model with this configuration."""
+        """The number of last Jacobi passes that gradients flow through (`gradient_passes`) for this configuration; 0
+        for all."""
         return 0
 
     @classmethod
@@ -460,7 +468,7 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def sees(cls, config: DecoderConfig) -> View:
-        """Which slots a slot may read."""
+        """Which slots (token, iteration) a slot may read."""
         return cls.reads
 
     @classmethod
@@ -475,13 +483,14 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def shares(cls, config: DecoderConfig) -> bool:
-        """Whether later trips attend to the keys and values of a layer's first visit, and make none."""
+        """Whether later iterations reuse the keys and values of the layer's first iteration instead of making their
+        own."""
         return False
 
     @classmethod
     def foresees(cls, config: DecoderConfig) -> bool:
-        """Whether `feed` uses its first argument only, so that the inputs of all trips are known beforehand and the
-        view ALL takes one pass, which is exact, instead of a solver."""
+        """Whether `feed` uses its first argument only: all iterations' inputs are then known in advance, so the view
+        ALL needs one exact pass instead of a solver."""
         return False
 
     @staticmethod
@@ -500,7 +509,8 @@ class Recurrence(MechanismModule):
         return self.view is not View.SAME or self.halts
 
     def way(self, trips: int, packs: bool) -> Way:
-        """How the walk makes `trips` trips; `packs` says whether it may leave halted tokens out."""
+        """The way in which a forward pass runs `trips` iterations; `packs` says whether it may leave halted
+        tokens out."""
         if not self.slotted:
             return Way.ONCE if type(self) is Recurrence else Way.LENDING if self.lends else Way.BANKED
         if self.view is View.ALL and trips > 1:
@@ -509,7 +519,7 @@ class Recurrence(MechanismModule):
 
     @property
     def unrolls(self) -> bool:
-        """Whether trips are nothing but further layers of a plain decoder."""
+        """Whether the iterations equal further layers of a plain decoder."""
         return False
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
@@ -523,7 +533,8 @@ class Recurrence(MechanismModule):
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """The state's changes after a trip, tensors `[B, T, ...]`. By default the last trip's output is kept.
+        """The entries of the state that change after an iteration, tensors `[B, T, ...]`. By default the last trip's
+        output is kept.
 
         Args:
             out: The trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
@@ -552,8 +563,8 @@ class Recurrence(MechanismModule):
         return state["hidden"]
 
     def weighted_readouts(self, state: TripState) -> list[tuple[Tensor, Tensor]] | None:
-        """Hidden states `[B, T, hidden_size]` and weights `[B, T]`, whose weighted losses are in training the loss in
-        place of the readout's; None: the readout's."""
+        """Hidden states `[B, T, hidden_size]` and weights `[B, T]`: their weighted losses replace the readout's loss in
+        training; None to train on the readout's."""
         return None
 
     def rounds(self, purpose: str, length: int) -> int:
@@ -561,11 +572,11 @@ class Recurrence(MechanismModule):
         return 0
 
     def exact(self) -> bool:
-        """Whether evaluation and prefill under the view ALL must equal decoding."""
+        """Whether evaluation and prefill under the view ALL must give the same results as token-by-token decoding."""
         return False
 
     def carry(self, state: TripState) -> TripState | None:
-        """The part of the state with which the gates of the next Jacobi round start; None for nothing."""
+        """The part of the state that the next Jacobi round's calls of `gate` start from; None to start from nothing."""
         return None
 
     def aux_losses(

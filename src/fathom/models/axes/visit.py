@@ -1,4 +1,5 @@
-"""A visit, one layer in one trip, and the output of a trip: what mechanisms are told of the walk."""
+"""A visit (one layer in one loop iteration) and an iteration's output, from which mechanisms learn what is being
+run."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Plan = tuple[tuple[Visit, ...], ...]
 
 @dataclass
 class Out:
-    """The output of a trip: the un-normed residual stream and, computed on demand, the head's input."""
+    """The output of a loop iteration: the un-normed residual stream and, computed on demand, the head's input."""
 
     residual: Tensor
     """`[B, T, hidden_size]`"""
@@ -52,7 +53,7 @@ class Out:
 
     @property
     def hidden(self) -> Tensor:
-        """`[B, T, hidden_size]` after the final norm."""
+        """The residual stream after the final norm, `[B, T, hidden_size]`."""
         if self._hidden is None:
             self._hidden = self.norm(self.residual)
         return self._hidden
@@ -76,5 +77,5 @@ class Out:
         return self.head, table.weight
 
     def of(self, residual: Tensor) -> Out:
-        """Return this trip for other tokens."""
+        """A copy of this iteration's output with the residual stream of other tokens."""
         return replace(self, residual=residual, _entry=None, _hidden=None)
