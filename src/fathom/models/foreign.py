@@ -1,4 +1,4 @@
-"""Checkpoints of other projects: the hook for their reader, which is empty in an export.
+"""Where the reader of other projects' checkpoints is registered; an exported model has no such reader.
 
 `fathom.checkpoints.families` sets it on import, which `fathom.register()` triggers, and so does the first checkpoint
 of another project that a model opens. An exported checkpoint is Fathom's own, so its copy of this folder needs no
@@ -26,10 +26,11 @@ HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_downloa
 
 
 class Reader:
-    """Opens checkpoints that other projects write; the base class opens none."""
+    """Base class of readers of other projects' checkpoints; it opens none itself."""
 
     def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
-        """Our configuration's values for another family's `config.json`, or a `ValueError` in one line.
+        """The values of Fathom's configuration for another family's `config.json`; raises a one-line `ValueError`
+        otherwise.
 
         Args:
             theirs: `config.json`, parsed.
@@ -41,7 +42,7 @@ class Reader:
         )
 
     def tensors(self, directory: Path, theirs: dict[str, Any], config: DecoderConfig) -> Mapping[str, Tensor] | None:
-        """The tensors of a directory under Fathom's names, read lazily; None if the names are equal.
+        """A directory's tensors under Fathom's names, read lazily; None if the files use these names already.
 
         Args:
             directory: A directory with safetensors files.
@@ -52,7 +53,7 @@ class Reader:
 
 
 def without(theirs: dict[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """A configuration without some keys; `rope_scaling.factor` names a key within another."""
+    """A copy of `config.json` without some keys; a name such as `rope_scaling.factor` removes a nested key."""
     for key in keys:
         outer, _, inner = key.partition(".")
         if inner and isinstance(theirs.get(outer), dict):
@@ -64,7 +65,7 @@ _readers: list[Reader] = []
 
 
 def reader() -> Reader:
-    """The reader of other projects' checkpoints; the first call lets the package around this folder set it."""
+    """The registered reader of other projects' checkpoints; the first call lets the installed package register it."""
     if not _readers:
         register = getattr(sys.modules.get(__name__.partition(".")[0]), "register", None)
         if register is not None:
@@ -80,8 +81,8 @@ def read_with(found: Reader) -> None:
 def opened(
     path: str | PathLike[str] | None, config_class: type[DecoderConfig], kwargs: dict[str, Any]
 ) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
-    """Path and arguments for transformers' `from_pretrained`: unchanged where a checkpoint's tensors have our names,
-    else no path, and its tensors as a `state_dict`."""
+    """Prepare path and arguments for transformers' `from_pretrained`: if a checkpoint's tensors have other names than
+    Fathom's, they are passed as a `state_dict`, without a path."""
     if path is None or kwargs.get("state_dict") is not None:
         return path, kwargs
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}

@@ -1,5 +1,5 @@
-"""Additions to transformers' `generate`: drafts, classifier-free guidance, chunked prompts and masks of slots; and to
-its continuous batching, a cache layer for every visit."""
+"""Fathom's changes to transformers' generation: self-speculative drafts, guidance, chunked prefill, masks for looped
+models, and continuous batching with a cache layer per layer and iteration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ USUAL_LENGTH = 20
 
 
 class FathomGenerationMixin(GenerationMixin):
-    """transformers' generation; requests that cannot be exact are refused."""
+    """Mixin with transformers' generation methods; refuses options with which results would not be exact."""
 
     def check_chunks(self, size: int | None) -> None:
         """Refuse to read a prompt in chunks of `size` tokens if this would change the result."""
@@ -44,7 +44,8 @@ class FathomGenerationMixin(GenerationMixin):
             )
 
     def check_length(self, inputs: Tensor | None, own: GenerationConfig, given: Mapping[str, Any]) -> None:
-        """Refuse drafts, and guidance with a cache of its own, past a length at which RoPE's angles change."""
+        """Refuse speculative drafts and classifier-free guidance if the text may reach a length at which RoPE's angles
+        change."""
         asked = next((name for name in DRAFTS if given.get(name, getattr(own, name, None))), None)
         if (given.get("guidance_scale", own.guidance_scale) or 1) != 1:
             asked = "guidance_scale"
@@ -67,7 +68,8 @@ class FathomGenerationMixin(GenerationMixin):
         speculation: Speculation | None = None,
         **kwargs: Any,
     ) -> Any:
-        """transformers' `generate`; requests that cannot be exact are refused.
+        """transformers' `generate` with self-speculative drafts; refuses options with which its result would not be
+        exact.
 
         Args:
             inputs: See transformers.
@@ -125,7 +127,8 @@ class FathomGenerationMixin(GenerationMixin):
         )
 
     def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
-        """See transformers; guidance runs the model with the same number of trips as the text."""
+        """Like transformers' method, but classifier-free guidance runs the model with the same `max_trips` as
+        generation."""
         made: LogitsProcessorList = super()._get_logits_processor(*args, **kwargs)
         given = kwargs.get("model_kwargs")
         most = given.get("max_trips") if isinstance(given, dict) else None
@@ -135,8 +138,8 @@ class FathomGenerationMixin(GenerationMixin):
         return made
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
-        """The masks of a static cache. For slots the padding of the call's own tokens is returned: only the model's own
-        passes know who reads which slot."""
+        """The attention masks for a static cache, which transformers' `generate` asks for. For slots the padding of
+        the call's own tokens is returned: only the model's own passes know who reads which slot."""
         if self.model.slotted:
             return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
         if self.model.host is not None:
@@ -144,7 +147,8 @@ class FathomGenerationMixin(GenerationMixin):
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
-        """See transformers; the cache has a layer for every visit, and unsupported models are refused."""
+        """Like transformers' method, but the cache has a layer for each layer and iteration; refuses unsupported
+        models."""
         if self.model.rereads:
             raise ValueError(COMPANY)
         if self.model.host is not None and any(layer.depth_mixer is None for layer in self.model.layers):

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: what the checkpoint determines, what is refused, and transformers' messages about it."""
+"""Open checkpoints strictly: which keys the checkpoint decides, and which missing or misshapen tensors are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LEARNED = ("max_position_embeddings", "position_offset")
 
 
 def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys: Collection[str] = SHAPING) -> None:
-    """Refuse values of shaping keys other than the checkpoint's.
+    """Refuse values of keys that determine tensor shapes if they differ from the checkpoint's.
 
     Args:
         theirs: The checkpoint's configuration.
@@ -52,7 +52,8 @@ def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys:
 def differing(
     theirs: PreTrainedConfig, ours: PreTrainedConfig, keys: Mapping[str, object]
 ) -> dict[str, tuple[object, object]]:
-    """Keys whose value differs from the checkpoint's, as (checkpoint's, ours); options are compared one by one.
+    """The keys whose value differs from the checkpoint's, as (checkpoint's, new value); a mechanism's options are
+    compared singly.
 
     Args:
         theirs: The checkpoint's configuration.
@@ -72,7 +73,7 @@ def differing(
 
 
 def described(changes: Mapping[str, tuple[object, object]]) -> str:
-    """The result of `differing` as text."""
+    """Format the result of `differing` as text."""
     return ", ".join(f"{key} {_shown(before)} → {_shown(after)}" for key, (before, after) in changes.items())
 
 
@@ -82,7 +83,7 @@ def _shown(value: object) -> str:
 
 
 def require_one_head(model: PreTrainedModel) -> None:
-    """Refuse a checkpoint with a head of its own whose config.json says that the head is tied.
+    """Refuse a checkpoint that has a separate head although its config.json says `tie_word_embeddings`.
 
     transformers leaves both untied after a warning, and the next call of `tie_weights` would discard the head. The
     classes of some families never tie, whatever config.json says.
@@ -116,13 +117,15 @@ def _no_report(record: logging.LogRecord) -> bool:
 
 
 class StrictLoading(PreTrainedModel):
-    """`from_pretrained` that refuses tensors which transformers would initialise at random."""
+    """Base class whose `from_pretrained` refuses checkpoints with missing tensors, which transformers would initialise
+    at random."""
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> Any:
-        """Open a checkpoint of Fathom or, if Fathom is installed, of any known family. `mixer=`, `residual=` and
+        """Open a checkpoint of Fathom or, if the package `fathom` is installed, of any family that it
+        supports. `mixer=`, `residual=` and
         `recurrence=` add mechanisms to it.
 
         This is stricter than transformers, which initialises missing tensors at random. A decoder tensor that is
@@ -161,7 +164,7 @@ class StrictLoading(PreTrainedModel):
 
 
 def _require_plain_numbers(own: Mapping[str, Any]) -> None:
-    """Refuse files of a hosted family whose experts or matrices are stored as blocks with scales."""
+    """Refuse files of a hosted family whose experts or matrices are stored in a block-quantised format."""
     method = (own.get("quantization_config") or {}).get("quant_method")
     if own.get("host") and method in BLOCKS:
         raise ValueError(
@@ -172,7 +175,8 @@ def _require_plain_numbers(own: Mapping[str, Any]) -> None:
 
 
 def _further_layers(own: Mapping[str, Any]) -> str:
-    """A pattern of the layers after the last one, which predict further tokens in the files of DeepSeek-V3 and GLM."""
+    """A pattern of the names of multi-token-prediction layers, which DeepSeek-V3 and GLM files have after the last
+    layer."""
     further = (own.get("native") or {}).get("num_nextn_predict_layers") or 0
     numbers = "|".join(str(own["num_hidden_layers"] + i) for i in range(further))
     return rf"^model\.layers\.({numbers})\." if numbers else r"^mtp\."
@@ -181,7 +185,7 @@ def _further_layers(own: Mapping[str, Any]) -> str:
 def _require_places(
     model: PreTrainedModel, info: Mapping[str, Any], own: Mapping[str, object], renamed: bool, tolerant: bool
 ) -> None:
-    """Refuse tensors of a checkpoint that the model lacks or has in another shape.
+    """Refuse a checkpoint with tensors that the model does not have, or has in another shape.
 
     Args:
         model: The opened model.
@@ -204,7 +208,7 @@ def _require_places(
 
 
 def _of_mechanism(model: nn.Module, name: str) -> bool:
-    """Whether a tensor that the model lacks stands where it has a mechanism's module, or could have one."""
+    """Whether a tensor that the model does not have belongs, by its name, to a mechanism's module."""
     module: Any = model
     for part in name.split("."):
         if isinstance(module, tuple(ROLES.values())) or part in PLACES:
@@ -214,8 +218,8 @@ def _of_mechanism(model: nn.Module, name: str) -> bool:
 
 
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
-    """Refuse a checkpoint that lacks tensors, except for those of mechanisms that are completely missing and that its
-    configuration does not name."""
+    """Refuse a checkpoint that lacks tensors, other than all tensors of a mechanism that its configuration does not
+    name."""
     missing, new = set(info["missing_keys"]), set[str]()
     for axis, role in ROLES.items():
         if own.get(axis) == getattr(model.config, axis):

@@ -1,4 +1,4 @@
-"""The cost of one layer by arithmetic: the formulas behind the costs of mechanisms and decoder."""
+"""Formulas for the FLOPs, parameters and cache bytes of one layer, on which `cost.py` and the mechanisms build."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def layer_flops(config: DecoderConfig) -> int:
 
 
 def idle_parameters(config: DecoderConfig) -> int:
-    """Parameters of one layer's experts that a token does not visit."""
+    """The number of parameters in those experts of a layer to which a token is not routed."""
     if not config.experts:
         return 0
     matrices, inner = 3 if config.gated_mlp else 2, config.intermediate_size // config.experts_per_token
@@ -32,7 +32,7 @@ def head_flops(config: DecoderConfig) -> int:
 
 
 def loss_flops(config: DecoderConfig) -> int:
-    """FLOPs of one token's loss and its gradients; logits that are scaled or capped are computed again for them."""
+    """FLOPs of one token's loss and the gradients; logits that are scaled or capped are computed twice."""
     return (4 if is_scaled(config) else 3) * head_flops(config)
 
 
@@ -42,12 +42,14 @@ def layer_cache_bytes(config: DecoderConfig, bytes_per_scalar: int = 2) -> int:
 
 
 def attention_flops(config: DecoderConfig, layer: int, sequence_length: int) -> float:
-    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence."""
+    """FLOPs per token of one layer's attention scores and weighted sum, averaged over the positions of a causal
+    sequence."""
     return 4 * config.num_attention_heads * config.head_dim * keys_read(config, layer, sequence_length)
 
 
 def keys_read(config: DecoderConfig, layer: int, sequence_length: int) -> float:
-    """Keys that a token reads in one layer, averaged over the positions of a causal sequence. A layer with a sliding
+    """The number of keys to which a token attends in one layer, averaged over the positions of a causal
+    sequence. A layer with a sliding
     window reads only its window."""
     keys, window = (sequence_length + 1) / 2, config.sliding_window
     if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:

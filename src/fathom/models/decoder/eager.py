@@ -1,4 +1,4 @@
-"""Attention without a kernel, with capped logits: c · tanh(logit / c), before the mask."""
+"""Attention in plain PyTorch with capped logits, c · tanh(logit / c); the cap is applied before the mask."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def attend_capped(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
-    """The output `[B, T, H, D]` and the weights `[B, H, T, N]`; arguments are those of transformers' attention
-    functions."""
+    """An attention function with transformers' arguments; returns the output `[B, T, H, D]` and weights `[B, H,
+    T, N]`."""
     keys, values = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     logits = torch.matmul(query, keys.transpose(2, 3)) * scaling
     logits = torch.tanh(logits / softcap) * softcap

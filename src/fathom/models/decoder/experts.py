@@ -1,4 +1,6 @@
-"""The sparse feed-forward: of E small MLPs, each token visits the k that a router prefers.
+"""Mixture of experts: a router sends each token to k of E small MLPs.
+
+The output is
 
     y(x) = Σ_{e in the k largest of r} softmax(r over these k)_e · mlp_e(x),    r = R x
 
@@ -24,20 +26,21 @@ if TYPE_CHECKING:
 
 
 class KeepsLogits:
-    """Mixed into what routes: it keeps the router's logits of a call for the layer, which takes them at once. A layer
+    """Mixin for routers: keeps the router's logits of a forward pass until the layer takes them, immediately
+    afterwards. A layer
     that is recomputed returns them again, and nothing is counted twice."""
 
     logits: Tensor | None = None
 
     def taken(self) -> Tensor:
-        """The logits of the last call, `[tokens, experts]`, which are kept no longer."""
+        """Return the router's logits of the last forward pass, `[tokens, experts]`, and forget them."""
         logits, self.logits = self.logits, None
         assert logits is not None
         return logits
 
 
 class SparseFeedForward(KeepsLogits, nn.Module):
-    """Experts with the parameters of `FeedForward`, and their router."""
+    """A sparse MLP: experts that are each a small `FeedForward`, and a linear router."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -48,7 +51,7 @@ class SparseFeedForward(KeepsLogits, nn.Module):
         self.experts = nn.ModuleList(FeedForward(config, inner) for _ in range(config.experts))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
+        """Apply the experts to hidden states `[B, T, hidden_size]`."""
         flat = x.flatten(0, -2)  # [N, D]
         logits = self.router(flat)  # [N, E]
         if self.keeps:
@@ -60,7 +63,7 @@ class SparseFeedForward(KeepsLogits, nn.Module):
         return visit(flat, weights, chosen).view(x.shape)
 
     def _sorted(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """Each expert over its own tokens."""
+        """Run each expert on the tokens that are routed to it."""
         count, experts = chosen.numel(), len(self.experts)
         if chosen.is_meta:  # which has no numbers: as if all experts were visited equally often
             sizes = [count // experts + (e < count % experts) for e in range(experts)]

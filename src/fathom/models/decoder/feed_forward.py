@@ -1,4 +1,6 @@
-"""The feed-forward sub-layer, gated or plain.
+"""The feed-forward sub-layer, with or without a gate.
+
+Its two forms:
 
 gated    down(act(gate(x)) ⊙ up(x))        a kernel may compute silu(gate) ⊙ up
 plain    down(act(up(x)))
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FeedForward(nn.Module):
-    """An MLP of `inner` channels with Qwen3's parameter names; the plain one has no `gate_proj`."""
+    """An MLP with `inner` channels and Qwen3's parameter names; the ungated form has no `gate_proj`."""
 
     def __init__(self, config: DecoderConfig, inner: int) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class FeedForward(nn.Module):
         self.silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
+        """Apply the MLP to hidden states `[B, T, hidden_size]`."""
         parts: Any = self._modules  # an attribute that is a module is found by a slow Python function
         gate, up, down, act = parts.get("gate_proj"), parts["up_proj"], parts["down_proj"], parts["act_fn"]
         if gate is None:

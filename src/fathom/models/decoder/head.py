@@ -1,4 +1,6 @@
-"""The language-modelling head: a plain linear layer, or one whose logits are scaled or capped.
+"""The language-modelling head: a plain linear layer, or one that also scales or caps its logits.
+
+The logits are
 
 z = (h / hidden scaling) Wᵀ / scaling,  then  c · tanh(z / c)  with a cap c
 """
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ScaledHead(nn.Linear):
-    """A head whose logits are scaled or capped, wherever they are computed."""
+    """A language-modelling head that scales or caps its logits in `forward`, so that every caller gets them scaled."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config.hidden_size, config.vocab_size, bias=config.head_bias)
@@ -22,7 +24,7 @@ class ScaledHead(nn.Linear):
         self.multiplier, self.hidden_scaling = config.logits_multiplier, config.hidden_scaling
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """`[..., hidden_size]` to logits, `[..., vocab_size]`."""
+        """Logits `[..., vocab_size]` of hidden states `[..., hidden_size]`."""
         logits = super().forward(hidden_states if self.hidden_scaling == 1.0 else hidden_states / self.hidden_scaling)
         if self.scaling != 1.0:
             logits = logits / self.scaling
@@ -32,7 +34,7 @@ class ScaledHead(nn.Linear):
 
 
 def is_scaled(config: DecoderConfig) -> bool:
-    """Whether logits are scaled or capped."""
+    """Whether a configuration scales or caps logits."""
     scales = config.logits_scaling, config.logits_multiplier, config.hidden_scaling
     return any(scale != 1.0 for scale in scales) or config.final_logit_softcapping is not None
 

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head without the logits of a whole batch.
+"""Cross-entropy of a linear head, computed in chunks so that a whole batch's logits are never in memory.
 
 Rows are taken in chunks. While a chunk's logits are at hand, their gradient is formed in place and multiplied out,
 so backward has nothing left to compute and `[B, T, V]` never exists. It costs the same three matrix products as the
@@ -50,7 +50,7 @@ def causal_lm_loss(
 
 
 def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """A sum over tokens, divided by the number of targets, or by `num_items_in_batch`."""
+    """Divide a sum over tokens by the number of targets, or by `num_items_in_batch` if it is given."""
     if num_items_in_batch is None:
         return total / (targets != IGNORE).sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
@@ -64,7 +64,8 @@ def weighted_lm_loss(
     targets: Tensor,
     num_items_in_batch: Tensor | int | None = None,
 ) -> Tensor:
-    """Σ_k ω_k CE_k, averaged over targets as `causal_lm_loss` does; the weights get gradients too.
+    """Weighted sum of several readouts' losses, Σ_k ω_k CE_k, averaged like `causal_lm_loss`; the weights get gradients
+    too.
 
     The backward pass recomputes chunks of logits, which costs a fourth matrix product for each readout.
 
@@ -89,7 +90,7 @@ def _weighted(rows: Tensor, head: nn.Module, targets: Tensor, weights: Tensor) -
 
 
 def target_mean(values: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """The mean of `[B, T]` over the positions with a target, as losses are averaged."""
+    """The mean of values `[B, T]` over positions that have a target, divided like a loss (see `num_items_in_batch`)."""
     return per_item(values.where(targets != IGNORE, 0).sum(), targets, num_items_in_batch)
 
 
@@ -108,7 +109,8 @@ def token_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
 
 @torch.no_grad()
 def top_probability(hidden: Tensor, head: nn.Module) -> Tensor:
-    """The probability of the likeliest next token in float32, `[B, T]` of `[B, T, hidden_size]`, chunk by chunk."""
+    """The likeliest next token's probability at each position, `[B, T]` in float32, from hidden states `[B, T,
+    hidden_size]`."""
     rows = hidden.flatten(0, -2)
     logits = (widen(head(rows[part])) for part in _chunks(rows, head))
     return torch.cat([(z.amax(-1) - z.logsumexp(-1)).exp() for z in logits]).view(hidden.shape[:-1])
@@ -120,14 +122,14 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def is_bare(head: nn.Linear) -> bool:
-    """Whether a head is a plain weight: no bias, no adapter, no hook, not offloaded."""
+    """Whether a head is a plain `nn.Linear`: it has no bias, no adapter and no hooks, and is not offloaded."""
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head):
         return False
     return not (head._forward_hooks or head._forward_pre_hooks or head.weight.is_meta)
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Summed cross-entropy of `rows @ weight.T` against `targets`, `[N, D]` and `[V, D]` and `[N]`."""
+    """Summed cross-entropy of the logits `rows @ weight.T` (`[N, D]`, `[V, D]`) for `targets` `[N]`."""
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
@@ -139,13 +141,13 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 
 def chunk_rows(count: int, vocabulary: int, device: str) -> int:
-    """Rows per chunk, such that all chunks of a batch but the last are equal."""
+    """Token positions per chunk, such that all chunks of a batch except the last are of equal size."""
     most = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
     return -(-count // -(-count // most)) if count else 1
 
 
 def _chunks(rows: Tensor, head: nn.Module) -> list[slice]:
-    """The chunks of rows for a head that is called as a module."""
+    """Slices that split token positions into chunks, for a head that is called as a module."""
     size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 

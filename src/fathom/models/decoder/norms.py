@@ -1,5 +1,7 @@
 """The norms of common backbones, by their names in a configuration.
 
+Their formulas, and the families that use them:
+
 rms           x̂ = x · r,  r = 1 / √(mean(x²) + ε);  w ⊙ x̂, the product after the cast     Qwen3, Llama
 rms_wide      the same, the product before the cast                                         OLMo 2
 rms_offset    (1 + w) ⊙ x̂, the product before the cast                                      Gemma
@@ -20,7 +22,7 @@ from .rms_norm import RMSNorm
 
 
 class WideRMSNorm(RMSNorm):
-    """RMS norm whose weight is applied in (at least) float32, before the result is rounded."""
+    """RMS norm that multiplies by its weight in at least float32, before rounding to the input's dtype."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -28,7 +30,7 @@ class WideRMSNorm(RMSNorm):
 
 
 class OffsetRMSNorm(RMSNorm):
-    """RMS norm with the stored weight w − 1."""
+    """RMS norm that scales by 1 + weight, as in Gemma."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
         super().__init__(hidden_size, eps)
@@ -41,7 +43,7 @@ class OffsetRMSNorm(RMSNorm):
 
 
 def unit(x: Tensor, eps: float) -> Tensor:
-    """x̂ of the module's docstring, in at least float32."""
+    """Divide by the root mean square of the last dimension, in at least float32."""
     wide = widen(x)
     return wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
 

@@ -1,4 +1,6 @@
-"""RMS norm: Qwen3's, to the last bit, with a backward pass that touches memory half as often.
+"""Qwen3's RMS norm, bit for bit, with a backward pass that accesses memory half as often.
+
+Forward and backward:
 
 y = w ⊙ (x · r),  r = 1 / √(mean(x²) + ε)
 dx = r (g − x r² mean(g ⊙ x)),  g = w ⊙ dy        dw = Σ dy ⊙ (x · r)
@@ -18,7 +20,7 @@ from ..axes.replaceable import FASTER, faster
 
 
 class RMSNorm(Qwen3RMSNorm):
-    """Qwen3's norm in single and half precision; double precision stays double, so that exactness can be measured."""
+    """Qwen3's RMS norm, which computes in float32; float64 inputs stay float64, so that exactness can be measured."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension."""
@@ -31,7 +33,7 @@ class RMSNorm(Qwen3RMSNorm):
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y and r of the module's docstring.
+    """The normalised input y and its inverse root mean square r = 1 / √(mean(x²) + ε).
 
     This uses no power and no fused operation. For a single token, code that the layer has not just run must be loaded
     from memory, which takes longer than the operation itself.

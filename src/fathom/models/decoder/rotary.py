@@ -1,4 +1,6 @@
-"""Rotary position embedding: Qwen3's, to the last bit, without its negations.
+"""Rotary position embedding: the same results as Qwen3's, bit for bit, without negating half of each head.
+
+The rotation:
 
 (x₁, x₂) → (x₁, x₂) ⊙ cos + (x₂, x₁) ⊙ (−sin, sin)      over the two halves of a head, or of its first dimensions
 
@@ -28,7 +30,7 @@ Qwen3's does; layers get them with signed sines."""
 
 
 def build_rotary(config: DecoderConfig) -> nn.Module:
-    """The module that turns positions into angles."""
+    """The module that computes rotary cosines and sines from positions."""
     if config.positions == "learned":
         return NoRotary()
     return RotaryByType(config) if config.rope_by_layer_type else RotaryEmbedding(config)
@@ -44,7 +46,7 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
         """Whether longer texts that were read before must not matter, as they do in transformers."""
 
     def changes(self, before: int, now: int) -> bool:
-        """Whether a text of `now` tokens has other angles than its first `before` tokens had alone."""
+        """Whether the rotary angles of a text change when it grows from `before` to `now` tokens."""
         if self.rope_type == "longrope":
             return bool(before <= self.config.rope_parameters["original_max_position_embeddings"] < now)
         return "dynamic" in self.rope_type and now > max(before, self.original_max_seq_len)
@@ -53,21 +55,22 @@ class RotaryEmbedding(Qwen3RotaryEmbedding):
     def compute_default_rope_parameters(
         config: DecoderConfig, device: torch.device | None = None, **kwargs: object
     ) -> tuple[Tensor, float]:
-        """The inverse frequencies of the rotated part of a head, and a factor of 1."""
+        """The inverse frequencies for the rotated part of a head, and an attention factor of 1."""
         rope = config.rope_parameters
         size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
         inverse = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
         return inverse.to(device), 1.0
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
-        """The angles of positions `[B, T]`, in the dtype of `x`, or in at least float32."""
+        """The cosines and sines for positions `[B, T]`, in the dtype of `x`, or at least float32 if `rope_float32` is
+        set."""
         if self.forgets:
             self.inv_freq, self.max_seq_len_cached = self.original_inv_freq.to(x.device), self.original_max_seq_len
         return super().forward(widen(x[..., :0]) if self.wide else x, position_ids)
 
 
 class RotaryByType(nn.ModuleDict):
-    """Separate angles for each layer type."""
+    """Rotary embeddings with separate parameters for each layer type."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -77,16 +80,16 @@ class RotaryByType(nn.ModuleDict):
             self[kind] = RotaryEmbedding(one)
 
     def changes(self, before: int, now: int) -> bool:
-        """Whether those of any layer type change."""
+        """Whether the rotary angles of any layer type change when a text grows from `before` to `now` tokens."""
         return any(one.changes(before, now) for one in self.values() if isinstance(one, RotaryEmbedding))
 
     def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Angles]:
-        """The angles of positions `[B, T]`, by layer type."""
+        """The cosines and sines for positions `[B, T]`, by layer type."""
         return {kind: rotary(x, position_ids) for kind, rotary in self.items()}
 
 
 class NoRotary(nn.Module):
-    """No angles: positions are learned and added to the embeddings."""
+    """Stands in for rotary embeddings in models whose learned positions are added to the embeddings."""
 
     def changes(self, before: int, now: int) -> bool:
         """False."""
@@ -97,7 +100,7 @@ class NoRotary(nn.Module):
 
 
 def angles(rotary: nn.Module, x: Tensor, positions: Tensor, furthest: Tensor | None) -> Rotation:
-    """The signed angles of positions `[1 or B, T]`.
+    """The rotary cosines and signed sines for positions `[1 or B, T]`.
 
     `furthest` is the last position of the whole forward pass, if angles depend on it and `positions` may be a part.
     """
@@ -111,7 +114,7 @@ def angles(rotary: nn.Module, x: Tensor, positions: Tensor, furthest: Tensor | N
 
 
 def signed(made: Rotation) -> Rotation:
-    """Angles with (−sin, sin) instead of (sin, sin): the signs of the rotation, computed once for all layers."""
+    """Put the rotation's signs into the sines, (−sin, sin) instead of (sin, sin), once for all layers."""
     if made is None:
         return None
     if isinstance(made, dict):
@@ -125,7 +128,7 @@ def _signed(cos: Tensor, sin: Tensor) -> Angles:
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate the first R channels of queries and keys `[B, H, T, D]` by signed angles, `[B, T, R]`."""
+    """Rotate the first R channels of queries and keys `[B, H, T, D]` by cosines and signed sines, `[B, T, R]` each."""
     turned = cos.shape[-1]
     if turned < query.shape[-1]:
         first = rotate(query[..., :turned], key[..., :turned], cos, sin)

@@ -1,1 +1,1 @@
-"""Families whose own layers stand in our walk."""
+"""Model families whose layers Fathom runs as transformers' own modules ("hosted" layers)."""

@@ -1,4 +1,4 @@
-"""The order in which layers with a state read tokens.
+"""The order in which layers with a recurrent state (Mamba, linear attention) read padded or packed tokens.
 
 Attention hides padding and other documents by its mask. A state has no mask: padding between two tokens lets it decay,
 and the next document of a packed row finds what the last one left. So such a layer reads packed documents as rows of
@@ -17,7 +17,7 @@ from ..axes.host import to_host
 
 @dataclass
 class Arrangement:
-    """Where every token is read."""
+    """Where each token is read by layers with a recurrent state."""
 
     index: Tensor
     """`[N, L]`: which token of the batch, counted row by row, is read at each place."""
@@ -27,16 +27,17 @@ class Arrangement:
     """`[N, L]`: which places hold no padding; None if padding comes last, where nothing reads it."""
 
     def read(self, x: Tensor) -> Tensor:
-        """`[B, T, D]` to `[N, L, D]`."""
+        """Rearrange a batch `[B, T, D]` into the order that layers with a recurrent state read, `[N, L, D]`."""
         return x.flatten(0, 1)[self.index]
 
     def put_back(self, y: Tensor) -> Tensor:
-        """`[N, L, D]` to `[B, T, D]`."""
+        """Rearrange outputs `[N, L, D]` back into the batch's order, `[B, T, D]`."""
         return y.flatten(0, 1)[self.back]
 
 
 def of_documents(position_ids: Tensor, batch: int) -> Arrangement | None:
-    """Each document of packed rows in a row of its own, from positions `[1 or B, T]`; None if none restart."""
+    """The order that puts each packed document in a sequence of its own, from positions `[1 or B, T]`; None if none are
+    packed."""
     if position_ids.is_meta:
         return None
     position_ids = position_ids.expand(batch, -1)
@@ -54,7 +55,8 @@ def of_documents(position_ids: Tensor, batch: int) -> Arrangement | None:
 
 
 def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
-    """A row's padding before its tokens, from a mask `[B, past + T]`; None without padding among the new tokens.
+    """The order that puts each sequence's padding before its tokens, from a mask `[B, past + T]`; None if nothing is
+    padded.
 
     Args:
         mask: Which tokens are none of padding.
@@ -80,7 +82,8 @@ def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
 
 
 def check_windows(mask: object, window: int) -> None:
-    """Refuse padding between the tokens of a text longer than a window, which counts padding as tokens.
+    """Refuse padding between a text's tokens if it is longer than the sliding window, which would count padding as
+    tokens.
 
     Raises:
         ValueError: If a row of the mask, `[B, past + T]`, has such padding.

@@ -1,4 +1,4 @@
-"""A family's decoder from its own configuration, its layers made ours."""
+"""Build a family's decoder from its own configuration, and adapt its layers to Fathom's residuals and mixers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .turning import let_turn
 
 
 def native_config(config: DecoderConfig) -> PreTrainedConfig:
-    """The family's own configuration, with the attention function of hosted layers."""
+    """The family's own configuration, with Fathom's attention backend and vocabulary size."""
     theirs = CONFIG_MAPPING[config.host].from_dict(dict(config.native))
     theirs._attn_implementation = config._attn_implementation
     theirs.vocab_size = config.vocab_size  # embeddings may have been resized
@@ -40,13 +40,13 @@ def native_config(config: DecoderConfig) -> PreTrainedConfig:
 
 
 def choose_backend(config: DecoderConfig) -> None:
-    """Take the attention that transformers would take for the family, where none was asked for."""
+    """Choose the attention backend that transformers would choose for the family, if the user has set none."""
     if config._attn_implementation is None and not MODEL_MAPPING[CONFIG_MAPPING[config.host]]._supports_sdpa:
         config._attn_implementation = "eager"
 
 
 def causal_class(config: DecoderConfig) -> type[PreTrainedModel]:
-    """The family's class with a head."""
+    """transformers' class of the family's causal language model."""
     return MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[config.host]]
 
 
@@ -59,14 +59,15 @@ FLAGS = (
 
 
 def copy_flags(model: PreTrainedModel, theirs: type[PreTrainedModel]) -> None:
-    """Answer transformers as the family's own class does."""
+    """Copy the class attributes by which transformers queries a model's abilities from the family's own class."""
     for name in FLAGS:
         if hasattr(theirs, name):
             setattr(model, name, copy.copy(getattr(theirs, name)))
 
 
 class HostRotary(nn.Module):
-    """The family's angles as its layers take them, by layer type where these differ; None where it has none."""
+    """Computes rotary angles in the form that the family's layers take, by layer type if they differ; None without
+    RoPE."""
 
     signs = False
     """Fathom's own layers take signed sines, a family's do not."""
@@ -79,7 +80,7 @@ class HostRotary(nn.Module):
         self.by_kind = rotary is not None and "layer_type" in inspect.signature(type(rotary).forward).parameters
 
     def changes(self, before: int, now: int) -> bool:
-        """Whether a text of `now` tokens has other angles than its first `before` tokens had alone."""
+        """Whether the rotary angles of a text change when it grows from `before` to `now` tokens."""
         return self.rotary is not None and RotaryEmbedding.changes(cast(Any, self.rotary), before, now)
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
@@ -92,7 +93,8 @@ class HostRotary(nn.Module):
         return self._made(self.rotary, x, position_ids)
 
     def first(self, x: Tensor) -> Any:
-        """Angles of position 0, on the meta device too: without what some kinds do by the length of a text."""
+        """The rotary angles of position 0, computed without length-dependent scaling so that it also works on the meta
+        device."""
         if self.rotary is None:
             return None
         plain = partial(inspect.unwrap(type(self.rotary).forward), self.rotary)
@@ -105,15 +107,15 @@ class HostRotary(nn.Module):
 
 
 def become_host(decoder: PreTrainedModel, config: DecoderConfig) -> None:
-    """Let a decoder that is about to be built convert tensors, and choose its attention, as the family's does."""
+    """Let a decoder, before it is built, convert tensors and choose an attention backend as the family's class does."""
     choose_backend(config)
     decoder.__class__ = converting(cast(Hashable, type(decoder)), config.host)
 
 
 @cache
 def converting(kind: Hashable, host: str) -> type[PreTrainedModel]:
-    """A subclass by whose name transformers converts the family's tensors, such as experts that files hold one by
-    one; attention weights come from the family's attention."""
+    """A subclass registered with transformers, so that it converts the family's tensors (such as experts stored one by
+    one) and records the family's attention weights."""
     made = cast(type[PreTrainedModel], mixed(Made, kind, f"{cast(type, kind).__name__}_{host}"))
     recorded = MODEL_MAPPING[CONFIG_MAPPING[host]]._can_record_outputs or {}
     made._can_record_outputs = {key: kind for key, kind in recorded.items() if key == "attentions"}
@@ -138,7 +140,7 @@ def _within(conversion: Any) -> list[Any]:
 
 
 def build(config: DecoderConfig) -> PreTrainedModel:
-    """The family's decoder without its head; its layers walk with our residuals and mixers."""
+    """Build the family's decoder without its head, with its layers adapted to Fathom's residuals and mixers."""
     theirs = native_config(config)
     decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
     layouts = Layout.all_of(config)
@@ -177,8 +179,8 @@ def build(config: DecoderConfig) -> PreTrainedModel:
 
 
 def undropped(decoder: PreTrainedModel) -> str | None:
-    """Where the family's decoder drops numbers in training and our walk does not: outside attention and feed-forward
-    parts."""
+    """Dropout that the family's decoder applies in training outside attention and feed-forward modules, and Fathom does
+    not."""
     rate = getattr(decoder, "embedding_dropout", 0.0)
     if isinstance(rate, float) and rate > 0:
         return f"embedding_dropout={rate}"
@@ -188,12 +190,13 @@ def undropped(decoder: PreTrainedModel) -> str | None:
 
 
 def host_rotary(decoder: PreTrainedModel, config: DecoderConfig) -> HostRotary:
-    """The module that computes rotary angles of a family's decoder."""
+    """The module that computes the rotary angles for a family's layers."""
     return HostRotary(getattr(decoder, Layout.all_of(config)[0].rotary, None), config)
 
 
 def spare(layer: nn.Module) -> None:
-    """Exempt from weight decay what has two dimensions but is no matrix: biases of stacked experts, rates of states."""
+    """Exempt two-dimensional parameters that are not matrices from weight decay: stacked experts' biases, state decay
+    rates."""
     for part in layer.modules():
         names = [name for name, _ in part.named_parameters(recurse=False)]
         if spared := tuple(name for name in names if name == "A_log" or name.endswith("bias")):
@@ -201,7 +204,8 @@ def spare(layer: nn.Module) -> None:
 
 
 def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
-    """Give a layer a subclass of its own class, and the names of its parts; returns the layout that fits it."""
+    """Turn a family's layer into a hosted layer by changing its class to a subclass; returns the layout that fits the
+    layer."""
     held = {name for name, part in layer.named_children() if part is not None}
     layout = next((one for one in layouts if one.fits(held)), None)
     kind: Any = type(layer)

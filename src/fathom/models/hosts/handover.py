@@ -1,4 +1,4 @@
-"""The walk's requests to a family's attention, passed through its two arguments: cache and keywords.
+"""Pass a mixer and other requests to a family's attention module through its cache argument and keyword arguments.
 
 Every attention of transformers updates a cache with keys and values, then calls the attention function of its
 configuration with the query. A `Handover` stands in for the cache and passes keys and values through. The function
@@ -31,12 +31,12 @@ class Stores(Protocol):
     """One layer of a cache."""
 
     def update(self, key: Tensor, value: Tensor) -> KeyValue:
-        """Store keys and values; returns those to attend to."""
+        """Store new keys and values; returns the keys and values to attend to."""
 
 
 @dataclass
 class Handover:
-    """One layer in one trip: see `Attention.forward` for what these mean."""
+    """What the attention of one layer needs in one iteration, under the names of `Attention.forward`'s arguments."""
 
     mixer: ValueMixer
     attend: Callable[..., Any]
@@ -60,11 +60,12 @@ class Handover:
 
     @property
     def kept_for_others(self) -> tuple[Tensor, ...]:
-        """The tensors that the walk keeps for other layers, last the key and the value."""
+        """The tensors that are kept for later layers to mix; the key and the value come last."""
         return cast(KeyValue, self.pair)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Nothing yet: mixing needs the query."""
+        """Pass key and value on unchanged, in place of a cache's `update`: mixing needs the query, which
+        comes later."""
         return key, value
 
     def get_seq_length(self, *args: Any) -> int:
@@ -72,7 +73,7 @@ class Handover:
         return 0 if self.bank is None else cast(Any, self.bank).get_seq_length()
 
     def store(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
-        """Mix and store; returns the keys and values to attend to."""
+        """Mix the value over depth and store it; returns the keys and values to attend to."""
         if self.lent is not None:
             self.pair = self.lent
             return self.lent
@@ -83,11 +84,11 @@ class Handover:
         return self.pair if self.bank is None else self.bank.update(*self.kept(module, *self.pair))
 
     def mixed(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
-        """The key and the mixed value."""
+        """The layer's key, and its value after mixing over depth."""
         return self.mixer.stored(query, key, value, self.sources)
 
     def kept(self, module: nn.Module, key: Tensor, value: Tensor) -> KeyValue:
-        """The tensors that the cache keeps."""
+        """The tensors to store in the cache: the key and the mixed value."""
         return key, value
 
 
@@ -101,7 +102,7 @@ def attend(
     handover: Handover | None = None,
     **kwargs: Any,
 ) -> Any:
-    """The family's attention over what its handover says that it reads."""
+    """The attention function of hosted layers: mixes and stores through the handover, then calls the real backend."""
     if handover is None:
         raise ValueError("a hosted layer is called by Fathom's walk only")
     own: Any = module
@@ -120,7 +121,7 @@ def attend(
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:
-    """Masks are made for the backend that will run; without this entry none would be made, and nothing would say so."""
+    """A mask function that raises; without this entry transformers would silently make no masks for hosted layers."""
     raise ValueError(f"attn_implementation={HANDOVER} is no backend: masks are made by the walk")
 
 

@@ -1,4 +1,4 @@
-"""A family's own layer in our walk: its norms and parts between a residual's `read` and `write`.
+"""A family's own layer inside Fathom's decoder: its norms and sub-layers run between a residual's `read` and `write`.
 
 Its attention runs unchanged. Where a mixer, halted tokens or earlier trips need its queries, keys and values, they meet
 it in the attention function, after projections, norms and rotation (`handover.py`).
@@ -26,7 +26,8 @@ from .router import Routing
 
 
 class OneLayer:
-    """One layer of a cache, whatever index its reader asks for: a trip's own, though its modules are shared."""
+    """A view of one layer of a cache that ignores the requested index, so that each iteration of a shared layer has its
+    own."""
 
     def __init__(self, cache: Cache, bank: int) -> None:
         self.cache, self.bank = cache, bank
@@ -34,12 +35,13 @@ class OneLayer:
     def update(
         self, key: Tensor, value: Tensor, layer_idx: int = 0, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values; returns those to attend to."""
+        """Store new keys and values; returns the keys and values to attend to."""
         return self.cache.update(key, value, self.bank)
 
     @property
     def layers(self) -> _Single:
-        """The states of older families, by the index of their own layer."""
+        """The cache layer under the attribute `layers`, which families with recurrent states index by their layer
+        number."""
         return _Single(self.cache.layers[self.bank])
 
     def __getattr__(self, name: str) -> Any:
@@ -64,7 +66,7 @@ BY_LAYER = {
 
 
 class _Single:
-    """The layers of a cache for a reader that has one of them."""
+    """A list-like view that returns the same cache layer for every index."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -74,7 +76,7 @@ class _Single:
 
 
 class _AtLayer:
-    """A method of a cache for one of its layers."""
+    """A cache's method, bound to one of the cache's layers."""
 
     def __init__(self, method: Callable[..., Any], bank: int) -> None:
         self.method, self.bank, self.at = method, bank, BY_LAYER[method.__name__]
@@ -86,7 +88,8 @@ class _AtLayer:
 
 
 def takes(kind: type[nn.Module]) -> tuple[str, frozenset[str] | None]:
-    """The name under which a part's class takes the cache, and the arguments that it takes; None for all."""
+    """The name of a module class's cache argument, and the arguments that its `forward` takes; None if it takes any
+    keyword."""
     names = inspect.signature(kind.forward).parameters
     cached = cast(str, first_of(names))
     anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in names.values())
@@ -94,7 +97,7 @@ def takes(kind: type[nn.Module]) -> tuple[str, frozenset[str] | None]:
 
 
 class Hosted(Made, Routing, Sublayers):
-    """Mixed into a family's layer class, whose modules it calls by the names of a layout."""
+    """Mixin for a family's layer class; calls the layer's modules by the names in a layout."""
 
     parts: tuple[str, tuple[str, ...]]
     taken: tuple[str, frozenset[str] | None]
@@ -122,8 +125,8 @@ class Hosted(Made, Routing, Sublayers):
     """The residuals of further trips, where each trip has its own."""
 
     def forward(self, *state: Tensor, trip: int = 0, **kwargs: Any) -> ResidualState:
-        """The new residual state and, last, this layer's key and mixed value; before these, if the walk `routes`, the
-        router's logits `[B, T, experts]`."""
+        """Run the layer: returns the new residual state, the router's logits `[B, T, experts]` if `routes` is set, and
+        the key and mixed value."""
         made = self.order(self, state, trip, kwargs)
         return self.with_logits(made, state[0].shape[:2]) if self.routes else made
 
@@ -140,7 +143,8 @@ class Hosted(Made, Routing, Sublayers):
         arrangement: Arrangement | None = None,
         **given: Any,
     ) -> tuple[Any, ...]:
-        """The update of what mixes tokens, and its key and mixed value; None if it has none."""
+        """The update of the sub-layer that mixes tokens (attention or a recurrent state), and its key and mixed value,
+        or None."""
         given["position_embeddings"] = rotation.get(self.kind) if isinstance(rotation, dict) else rotation
         view: Any = None if past_key_values is None else OneLayer(past_key_values, bank)
         hand = None
@@ -176,7 +180,7 @@ class Hosted(Made, Routing, Sublayers):
         return self.scaled(self.normed(self.after[0], update)), *kept
 
     def mix_channels(self, x: Tensor) -> Tensor:
-        """The update of what mixes channels."""
+        """The update of the sub-layer that mixes channels (an MLP or experts)."""
         y = self.normed(self.before[1], x)
         made = (self._modules[name](y) for name in self.parts[1])
         # Llama 4's experts return rows of tokens
@@ -185,5 +189,5 @@ class Hosted(Made, Routing, Sublayers):
 
 
 def whole(layer: Hosted, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
-    """The order of a sealed layer: its own."""
+    """Run a sealed layer as a whole, with the order of sub-layers in its own `forward`."""
     return layer.mix_tokens(state[0], None, **given)

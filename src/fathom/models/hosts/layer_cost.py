@@ -1,4 +1,4 @@
-"""The cost of a family's layers by arithmetic, from their shapes on the meta device.
+"""Estimate the cost of a family's layers from the shapes of their parameters on the meta device.
 
 Every matrix counts twice per token, the experts' by their share that a token visits, a convolution by its kernel. A
 state is updated and read as in decoding: training in chunks makes more products, and pads a text to whole chunks.
@@ -43,12 +43,12 @@ class LayerCost:
 
 
 def layer_costs(config: DecoderConfig) -> tuple[LayerCost, ...]:
-    """Every layer of a hosted decoder."""
+    """The costs of all layers of a hosted decoder."""
     return _costs(_ByShape(config))
 
 
 class _ByShape:
-    """A configuration, equal to others of the same family and shape."""
+    """A key for caching costs: configurations of the same family and shape compare equal."""
 
     def __init__(self, config: DecoderConfig) -> None:
         self.config, self.key = config, (config.host, repr(config.native))
@@ -96,14 +96,15 @@ def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> 
 
 
 def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:
-    """The share of a parameter that one token uses: less than all of experts, which are stacked."""
+    """The share of a parameter that one token uses: below 1 only for stacked experts."""
     experts = getattr(part, "num_experts", 0)
     stacked = weight.ndim > 1 and "Experts" in type(part).__name__ and len(weight) == experts
     return chosen / experts if stacked else 1.0
 
 
 def _state_flops(layer: nn.Module) -> int:
-    """The FLOPs of a state's update and reading: three products of keys and values, by head."""
+    """The FLOPs of updating and reading a recurrent state per token: three products of key and value size for each
+    head."""
     for part in cast(Any, layer.modules()):
         if hasattr(part, "head_k_dim") and hasattr(part, "num_v_heads"):
             return 6 * part.num_v_heads * part.head_k_dim * part.head_v_dim
@@ -115,7 +116,7 @@ def _state_flops(layer: nn.Module) -> int:
 
 
 def mixer_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """A mixer's cost in a hosted decoder; over latents it is that of one head, whose queries are made for it."""
+    """A mixer's cost in a hosted decoder; with latents (MLA) it is that of one head, plus making that head's query."""
     cost = mechanism("mixer", config.mixer).cost
     if not _layout(config).latent:
         return cost(config, visits, scalar)

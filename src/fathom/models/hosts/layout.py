@@ -1,4 +1,4 @@
-"""Layouts: where a family's layer has its parts, so that our residuals and the walk can stand between them.
+"""Layouts name the modules of a family's layer, so that Fathom's residuals can act between the sub-layers.
 
 Most decoders of transformers are one of three kinds: norms before the sub-layers, norms after them, or both. A layout
 names the parts; everything else (projections, gates, sinks, experts, rotation) stays the family's own code.
@@ -14,7 +14,7 @@ from ..axes.fields import DecoderConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a family's decoder, by the names of its modules."""
+    """The names of the modules in a family's decoder that are its norms, token mixers, MLPs and embeddings."""
 
     token: tuple[str, ...] = ("self_attn",)
     """The names of parts that mix tokens; a layer has one of them."""
@@ -48,7 +48,7 @@ class Layout:
         return tuple(cls(**{key: _tuples(value) for key, value in one.items()}) for one in config.host_layouts)
 
     def fits(self, held: set[str]) -> bool:
-        """Whether a layer with these modules is laid out so."""
+        """Whether a layer with these module names has this layout."""
         if self.sealed:
             return bool(held & {*self.token})
         norms = {name for name in (*self.before, *self.after) if name is not None}
@@ -56,5 +56,5 @@ class Layout:
 
 
 def _tuples(value: Any) -> Any:
-    """Lists, which JSON makes of tuples, as tuples."""
+    """Convert a list back to a tuple, since JSON stores tuples as lists."""
     return tuple(value) if isinstance(value, list) else value

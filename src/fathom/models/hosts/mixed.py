@@ -1,4 +1,4 @@
-"""Classes made of one of ours and one of a family's, whose objects can be copied and pickled."""
+"""Create classes that combine a mixin of Fathom with a family's class, and whose objects can be copied and pickled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Made:
-    """Base of what is mixed into a family's class: pickle finds no made class by its name, so it is made again."""
+    """Base class of mixins for families' classes; the combined classes are pickled by recreating them."""
 
     recipe: tuple[Any, ...]
 

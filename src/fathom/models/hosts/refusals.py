@@ -1,4 +1,4 @@
-"""Refusals of a hosted decoder, each in one line."""
+"""Checks that refuse what a hosted decoder (a family's own layers) does not support, with one-line errors."""
 
 from __future__ import annotations
 

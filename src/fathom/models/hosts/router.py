@@ -1,4 +1,5 @@
-"""The loss that balances experts, once per trip: a family's own, and that of Fathom's layers.
+"""The loss that balances the load of experts, computed per loop iteration: a family's own, or Qwen3-MoE's for Fathom's
+layers.
 
 Over the visits of all trips pooled it would be blind: a first trip that sends everything to one expert and a second
 that sends everything to another balance each other.
@@ -22,12 +23,12 @@ from .mixed import Made, mixed
 
 
 class Router(Made, KeepsLogits):
-    """Mixed into a family's router."""
+    """Mixin for a family's router that keeps its logits."""
 
     top_k: int
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Route like the family's own router."""
+        """Route like the family's own router, and keep its logits."""
         made = super().forward(*args, **kwargs)  # type: ignore[misc]
         self.logits = made[0]
         return made
@@ -43,22 +44,24 @@ class Balance:
     top_k: int
 
     def __call__(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
-        """From the logits `[B, T, experts]` of every layer that has a router: the loss, and the `load`. `mask` `[B, T]`
+        """The balancing loss and the `load`, stacked, from the router logits `[B, T, experts]` of all layers with a
+        router. `mask` `[B, T]`
         says which tokens count, and at least one does."""
         flat = tuple(one.flatten(0, 1) for one in logits)
         loss = self.coefficient * self.function(flat, flat[0].shape[-1], self.top_k, mask)
         return torch.stack((loss, self.load(torch.stack(flat).detach(), mask).to(loss.dtype)))
 
     def load(self, logits: Tensor, mask: Tensor | None) -> Tensor:
-        """How many times its even share of choices the busiest expert gets, the mean over layers; from
-        `[layers, tokens, experts]`."""
+        """The busiest expert's number of tokens relative to an even share, averaged over layers, from logits `[layers,
+        tokens, experts]`."""
         chosen = torch.zeros_like(logits).scatter_(-1, logits.topk(self.top_k, -1).indices, 1)
         counts = (chosen if mask is None else chosen * mask.flatten().unsqueeze(-1)).sum(1)  # [layers, experts]
         return (counts.amax(-1) / counts.mean(-1)).mean()
 
 
 def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
-    """The loss, and its routers ready for it, if the family has one and its configuration asks for it."""
+    """Prepare a family's routers for its own expert-balancing loss, and return it; None if it has none or does not use
+    it."""
     config, module = decoder.config, inspect.getmodule(type(decoder))
     function = getattr(module, "load_balancing_loss_func", None)
     coefficient = getattr(config, "router_aux_loss_coef", None)
@@ -82,15 +85,15 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
 
 
 def mean_of_trips(losses: Sequence[tuple[Tensor, Tensor | None]]) -> Tensor:
-    """The mean of what `Balance` returns over the trips that a token made; each with whether one did, None if all
-    did."""
+    """Average `Balance` results over those iterations that some token made; each comes with whether one did (None: all
+    did)."""
     made = [loss.new_ones(()) if any_ is None else any_.to(loss.dtype) for loss, any_ in losses]
     total = sum(loss * one for (loss, _), one in zip(losses, made, strict=True))
     return cast(Tensor, total) / torch.stack(made).sum().clamp(min=1)
 
 
 class Routing:
-    """Mixed into a layer, which returns its router's logits if the walk wants them."""
+    """Mixin for layers that return their router's logits if `routes` is set."""
 
     routes = False
     """Whether the walk wants the logits of routers."""
@@ -98,8 +101,8 @@ class Routing:
     """The name of the module that keeps them, which no family may use; empty in a layer that has none."""
 
     def with_logits(self, made: tuple[Any, ...], shape: torch.Size) -> tuple[Any, ...]:
-        """The tensors that the layer has just made, with the logits `[B, T, experts]` before key and value, or None
-        without a router."""
+        """Insert the router's logits `[B, T, experts]` (None without a router) before key and value in a layer's
+        outputs."""
         logits = None
         if self.routed_by:
             logits = cast(Any, self).get_submodule(self.routed_by).taken().view(*shape, -1)
@@ -107,8 +110,8 @@ class Routing:
 
 
 def balance_of(config: DecoderConfig, layers: nn.ModuleList) -> Balance | None:
-    """The loss of Fathom's own layers, and the layers ready for it, if they have experts and the configuration asks for
-    it: that of Qwen3-MoE, over all layers of a trip."""
+    """Prepare Fathom's own layers for the expert-balancing loss of Qwen3-MoE over all layers of an iteration, and
+    return it; None without experts or a coefficient."""
     if not config.experts or not config.router_aux_loss_coef:
         return None
     from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func

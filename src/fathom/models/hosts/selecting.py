@@ -1,4 +1,4 @@
-"""Rows of states in a cache: transformers reorders them, and selects and repeats those of keys and values alone."""
+"""Select and repeat sequences in cache layers with recurrent states, for which transformers can only reorder them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache
 
 
 def let_select(cache: Cache) -> None:
-    """Give the layers of a cache that hold states what those of keys and values have."""
+    """Give cache layers with recurrent states the methods to select and repeat sequences that key-value layers have."""
     for layer in cache.layers:
         own: Any = layer
         if hasattr(own, "conv_states") and not hasattr(own, "batch_select_indices"):
@@ -19,7 +19,7 @@ def let_select(cache: Cache) -> None:
 
 
 def _repeat(layer: Any, repeats: int) -> None:
-    """Each row so many times, one after the other."""
+    """Repeat each sequence's states `repeats` times in a row."""
     state = next((one for one in layer.conv_states.values() if one is not None), None)
     if state is not None:
         layer.reorder_cache(torch.arange(len(state), device=state.device).repeat_interleave(repeats))

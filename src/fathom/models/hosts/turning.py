@@ -1,4 +1,4 @@
-"""Mixers where layers rotate queries and keys differently, or some not at all: they score un-rotated ones.
+"""In families whose layers rotate queries and keys differently or not at all, mixers score them without rotation.
 
 Scores between rotated queries and keys of two such layers would depend on a token's position. A family's attention
 hands over rotated ones. Its own function turns them back: angles a stand for a factor r e^{ia} (r is 1 but for some
@@ -35,12 +35,13 @@ class TurnedHandover(Handover):
 
     @property
     def kept_for_others(self) -> tuple[Tensor, ...]:
-        """The un-rotated key, the key and the value; lent ones are as the first trip left them."""
+        """The key before rotation, the key and the value; an iteration that borrows them keeps those of the first
+        iteration."""
         key, value = cast(KeyValue, self.pair)
         return (key if self.lent is not None else self.scored), key, value
 
     def mixed(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
-        """The key and the mixed value; a mixed key is rotated again."""
+        """The key and the value after mixing over depth; a key that was mixed is rotated again."""
         if self.angles is None:
             self.scored, value = self.mixer.stored(query, key, value, self.sources)
             return self.scored, value
@@ -59,7 +60,7 @@ def back(angles: Angles) -> Angles:
 
 
 def rotated(turn: Callable[..., Any], query: Tensor, key: Tensor, angles: Angles) -> KeyValue:
-    """Queries and keys `[B, H, T, D]`, rotated as the family does."""
+    """Rotate queries and keys `[B, H, T, D]` with the family's own function."""
     if isinstance(angles, Tensor):
         both = turn(query.transpose(1, 2), key.transpose(1, 2), angles)
         return both[0].transpose(1, 2), both[1].transpose(1, 2)
@@ -68,7 +69,7 @@ def rotated(turn: Callable[..., Any], query: Tensor, key: Tensor, angles: Angles
 
 
 def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x: Tensor, host: str) -> None:
-    """Let mixers score un-rotated queries and keys, if layers rotate them differently.
+    """Make mixers score queries and keys before rotation, if layers rotate them differently.
 
     Args:
         layers: Those with keys.
@@ -94,23 +95,25 @@ def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x
 
 
 def of_both(turn: Callable[..., Any]) -> Callable[..., Any]:
-    """A family's function for queries and keys, also where it takes one of the two at a time (Gemma 4)."""
+    """A family's rotary function for queries and keys together, also if its own takes one tensor at a time
+    (Gemma 4)."""
     _, second, *_ = inspect.signature(turn).parameters
     return partial(each, turn) if second == "cos" else turn
 
 
 def each(turn: Callable[..., Tensor], query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> KeyValue:
-    """Queries and keys, one after the other."""
+    """Rotate queries and keys by two separate calls."""
     return turn(query, cos, sin), turn(key, cos, sin)
 
 
 def turning(layers: Iterable[nn.Module]) -> bool:
-    """Whether some are a family's layers whose mixers score un-rotated queries and keys."""
+    """Whether any of these layers is a hosted layer whose mixer scores queries and keys before rotation."""
     return any(getattr(layer, "rotates", None) is not None for layer in layers)
 
 
 def tried(layer: Hosted, angles: Angles, x: Tensor) -> tuple[torch.Size, bool]:
-    """The shape of a layer's key, and whether it is rotated: only then it has a gradient with respect to the angles.
+    """The shape of a layer's key, and whether the layer rotates it, which is so if it has a gradient with respect to
+    the angles.
     On the meta device too, where numbers are not known."""
     part: Any = layer._modules[layer.parts[0]]
     name, allowed = takes(type(part))
