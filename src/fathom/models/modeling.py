@@ -1,4 +1,4 @@
-"""The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
+"""The decoder and its forward pass: Qwen3's, with a mixer, a residual and a recurrence that mechanisms can replace.
 
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
 embeds, and hands over to `walk.py`, which walks the plan of `slots.py` and gives every layer the sources that
@@ -128,7 +128,8 @@ class Attention(CachedAttention):
         backend: str | None = None,
         **kwargs: object,
     ) -> tuple[Any, ...]:
-        """The output, the weights if the backend returns them, and the new tokens' key and mixed value. Where mixers
+        """Returns attention's output, its weights (or None, depending on the backend), and the new tokens' key and
+        mixed value. Where mixers
         score un-rotated keys, the un-rotated key comes before these two.
 
         Queries, keys and values are projections of `hidden_states`. With `others`, keys are projections of its first
@@ -189,11 +190,11 @@ class Attention(CachedAttention):
         return (output, weights, scored, key, value) if self.mixes_unrotated else (output, weights, key, value)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
-        """The projections `[B, T, H D]` of three inputs."""
+        """Project the inputs of queries, keys and values to `[B, T, H D]` each."""
         return self.q_proj(query), self.k_proj(key), self.v_proj(value)
 
     def _asked(self, hidden_states: Tensor, rotation: Rotation) -> Tensor:
-        """Queries `[B, H, T, D]` alone, where keys and values are lent."""
+        """Compute only the queries `[B, H, T, D]`, if keys and values are reused from an earlier iteration."""
         query = self.q_proj(hidden_states)
         query = self.q_norm(query) if self.qk_norm == "full" else query
         query = query.view(*query.shape[:-1], -1, self.head_dim)
@@ -202,7 +203,7 @@ class Attention(CachedAttention):
         return query if angles is None else rotate(query, query[:, :0], *angles)[0]  # without a key
 
     def _angles(self, rotation: Rotation) -> Angles | None:
-        """The angles by which this layer turns queries and keys, if it does."""
+        """The rotary angles for this layer's queries and keys; None if it does not rotate them."""
         if not self.rotates:
             return None
         return rotation[self.layer_type] if isinstance(rotation, dict) else rotation
@@ -210,8 +211,8 @@ class Attention(CachedAttention):
     def _mixed(
         self, query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values `[B, H, T, D]` for attention, from the projections `[B, T, H D]`; and the keys that
-        mixers score."""
+        """Queries, keys and values `[B, H, T, D]` for attention, and the keys that mixers score, from projections `[B,
+        T, H D]`."""
         if self.qk_norm == "full":
             query, key = self.q_norm(query), self.k_norm(key)
         heads = (*query.shape[:-1], -1, self.head_dim)
@@ -241,7 +242,7 @@ class Attention(CachedAttention):
 
 
 class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
-    """Attention and MLP, each between a read and a write of the residual."""
+    """A decoder layer: attention and MLP, each with a residual that reads before it and writes after it."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
@@ -265,8 +266,8 @@ class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
         return self.self_attn.mixer
 
     def forward(self, *state: Tensor, trip: int = 0, **kwargs: object) -> ResidualState:
-        """The new residual state and, last, what attention returns for the layers that read it: key and mixed value;
-        before these, if the walk `routes`, the router's logits.
+        """Run the layer: returns the new residual state, the router's logits if `routes` is set, and attention's key
+        and mixed value.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
@@ -274,7 +275,7 @@ class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
         return self.with_logits(made, state[0].shape[:2]) if self.routes else made
 
     def mix_tokens(self, x: Tensor | Ways, gained: Callable[[Ways], Ways], **kwargs: object) -> tuple[Tensor, ...]:
-        """Attention's update of the residual, and what other layers read of it."""
+        """The update from attention, and the key and mixed value that other layers read."""
         if isinstance(x, tuple):
             x, *others = gained(self.normed_ways(*x))
             kwargs["others"] = tuple(others)
@@ -284,7 +285,7 @@ class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
         return self.scaled(self.normed(self.after[0], update)), *kept
 
     def normed_ways(self, query: Tensor, key: Tensor, value: Tensor) -> Ways:
-        """The normed inputs of the three projections; the norm runs once for each distinct tensor."""
+        """Norm the inputs of the query, key and value projections; each distinct tensor is normed once."""
         name = self.before[0]
         q = self.normed(name, query)
         k = q if key is query else self.normed(name, key)
@@ -298,7 +299,7 @@ class DecoderLayer(Routing, Sublayers, GradientCheckpointingLayer):
 
 
 def add(layer: DecoderLayer, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
-    """The usual layer with a plain residual: `in_turn` without the calls that a decoded token would notice. Hooks on
+    """A fast form of `in_turn` for layers with a plain residual, with fewer Python calls per decoded token. Hooks on
     residuals see theirs."""
     parts: Any = layer._modules
     attn, mlp = parts["attn_residual"], parts["mlp_residual"]
@@ -310,7 +311,8 @@ def add(layer: DecoderLayer, state: ResidualState, trip: int, given: Mapping[str
 
 
 def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
-    """All hidden states, or those at some positions, which may count from the end; None means all."""
+    """Keep all hidden states, or those with the given indices (negative ones count from the end); the others become
+    None."""
     if isinstance(places, bool):
         return hidden
     count, asked = len(hidden), [places] if isinstance(places, int) else places
@@ -319,7 +321,7 @@ def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | Non
 
 
 def _called(name: str) -> Any:
-    """A part of the decoder by our name, whatever the family calls it: the module that is in its place now."""
+    """A property that returns the current module for Fathom's name of it, whatever the family names it."""
 
     def part(decoder: Any) -> nn.Module:
         found = decoder._modules.get(decoder.names.get(name, name))
@@ -331,7 +333,7 @@ def _called(name: str) -> Any:
 
 
 class FathomModel(FathomPreTrainedModel):
-    """The decoder without its head, or with it if the recurrence reads logits.
+    """The decoder without the language-modelling head, or with it if the recurrence feeds back logits.
 
     Args:
         config: The model's configuration.
@@ -418,8 +420,8 @@ class FathomModel(FathomPreTrainedModel):
         max_trips: int | None = None,
         **kwargs: object,
     ) -> BaseModelOutputWithPast:
-        """Like `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
-        `max_trips` is a budget at run time."""
+        """Like `Qwen3Model.forward`, with `head`, which computes logits for recurrences that feed them back, and
+        `max_trips`, which limits iterations at run time."""
         if self.training and torch.is_grad_enabled() and not (self._step_known or torch.compiler.is_compiling()):
             self.expect_steps()
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
@@ -469,7 +471,7 @@ class FathomModel(FathomPreTrainedModel):
         )
 
     def _adopt(self, host: PreTrainedModel) -> None:
-        """Take over the modules of a family's decoder under their own names."""
+        """Move the modules of a family's decoder into this model, under the names that they have there."""
         layout = Layout.all_of(self.config)[0]
         for name, module in host.named_children():
             self.add_module(name, module)
@@ -480,21 +482,21 @@ class FathomModel(FathomPreTrainedModel):
         copy_flags(self, type(host))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A module is put in its place by our name too."""
+        """Assign a module under Fathom's name for it or the family's."""
         super().__setattr__(self.names.get(name, name) if isinstance(value, nn.Module) else name, value)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """See transformers; a family may call its embedding by another name."""
+        """Set the embedding, under the name that the family's decoder has for it."""
         self.embed_tokens = value
 
     def _arranged(self, packed: Tensor | None, mask: Any, x: Tensor, stores: bool) -> Arrangement | None:
-        """The order in which layers with a state read tokens, if it is not the given one."""
+        """The order in which layers with a recurrent state read padded or packed tokens; None for the given order."""
         if packed is not None:
             return of_documents(packed, len(x))
         return of_padding(mask, x.shape[1], stores) if getattr(mask, "ndim", 0) == 2 else None
 
     def native_config(self) -> PreTrainedConfig:
-        """The family's configuration, with the attention backend that is set now."""
+        """The family's own configuration, updated with the current attention backend."""
         assert self.host is not None
         self.host.config._attn_implementation = self.config._attn_implementation
         return self.host.config
@@ -504,13 +506,13 @@ class FathomModel(FathomPreTrainedModel):
         return self._with_learned_positions(self._embed(input_ids, None), position_ids)
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
-        """The embeddings, plus those of positions if positions are learned."""
+        """Add position embeddings to token embeddings, if positions are learned."""
         return (
             x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
 
     def _store(self, cache: Cache | None, inputs: Inputs, x: Tensor) -> Cache | Store | None:
-        """`cache` with room for every trip."""
+        """Extend `cache` so that it has room for every iteration."""
         if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
             raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
         if cache is None:
@@ -536,7 +538,8 @@ class FathomModel(FathomPreTrainedModel):
         return x if self.embedding_scale == 1.0 else x * self.embedding_scale
 
     def _positions(self, seen: int, x: Tensor, attention_mask: object) -> Tensor:
-        """The positions of new tokens after `seen` others, `[1 or B, T]`, without padding if there is a mask of it."""
+        """The positions of new tokens that follow `seen` cached ones, `[1 or B, T]`; padding is not counted if a mask
+        is given."""
         length = x.shape[1]
         if self.embed_positions is not None and seen + length > self.config.max_position_embeddings:
             raise ValueError(
@@ -558,28 +561,28 @@ class FathomModel(FathomPreTrainedModel):
 
     @property
     def beside(self) -> int:
-        """How many tensors a layer returns after the residual state, for other layers and for losses."""
+        """The number of tensors that a layer returns besides the residual state, for later layers and for losses."""
         return 2 + self.mixes_unrotated + (self.balance is not None)
 
     @property
     def window(self) -> int | None:
-        """The fewest tokens that a layer reads; None if all read everything before."""
+        """The smallest attention window or chunk among the layers, in tokens; None if all layers attend to everything
+        before."""
         spans = [span for span in (*self.reach.values(), self.chunk_size) if span]
         return min(spans) if spans else None  # a default of `min` would break a compiled graph
 
     @property
     def recomputing(self) -> bool:
-        """Whether this forward pass recomputes its passes in the backward pass."""
+        """Whether the backward pass recomputes each pass through the layers (the recurrence's option `recompute`)."""
         return self.recurrence.recompute and self.training and torch.is_grad_enabled()
 
     @property
     def served_trips(self) -> int:
-        """Trips per token outside training, unless an argument sets them; engines read it before `eval()` or
-        `train()`."""
+        """The number of iterations per token in inference, unless `max_trips` is passed; inference engines read it."""
         return self.config.max_trips or self.recurrence.grown
 
     def trips_asked(self, max_trips: int | None) -> int:
-        """The number of trips of a forward pass that asks for at most `max_trips`."""
+        """The number of iterations that a forward pass makes, given its `max_trips`."""
         if max_trips is None:
             return self.recurrence.drawn_trips if self.training else self.served_trips
         most = self.recurrence.most_trips(self.config)
@@ -596,8 +599,8 @@ class FathomModel(FathomPreTrainedModel):
         past_key_values: Cache | None,
         position_ids: Tensor | None,
     ) -> Mapping[str, object]:
-        """transformers' masks by layer type, from the caller's `attention_mask`, or positions if documents are
-        packed."""
+        """transformers' causal masks by layer type, made from the caller's `attention_mask`, or from positions of
+        packed documents."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
             return attention_mask
         arguments = {
@@ -624,7 +627,7 @@ class FathomModel(FathomPreTrainedModel):
 
 @dataclass
 class FathomModelOutput(BaseModelOutputWithPast):
-    """`BaseModelOutputWithPast` and the recurrence's state, from which losses and metrics are made."""
+    """`BaseModelOutputWithPast` with the recurrence's state, from which losses and metrics are computed."""
 
     recurrence_state: dict[str, Tensor] | None = None
     balance: Tensor | None = None
@@ -633,7 +636,7 @@ class FathomModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class FathomCausalLMOutput(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast`, the named terms that `loss` already includes, and what training should log.
+    """`CausalLMOutputWithPast` with the auxiliary losses that `loss` already includes, by name, and metrics to log.
 
     In training with labels, `logits` is None unless `return_logits=True`.
     """
@@ -755,7 +758,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         )
 
     def _use_cache(self, use_cache: bool | None, cache: Cache | None, with_loss: bool) -> bool | None:
-        """The `use_cache` for the decoder, which does not know whether there is a loss."""
+        """The `use_cache` to pass to the decoder: off by default if there is a loss or gradients that a cache would
+        break."""
         if use_cache is None and with_loss and (self.training or self.model.slotted):
             use_cache = False
         if self.model.slotted and cache is None and torch.is_grad_enabled():
@@ -774,7 +778,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         num_items_in_batch: Tensor | int | None,
         balance: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """The loss, the named terms that recurrence and routers add in training, and the metrics to log."""
+        """Returns the loss, the named terms that recurrence and routers add to it in training, and the
+        metrics to log."""
         recurrence = self.model.recurrence
         aux: dict[str, Tensor] = {}
         weighted = recurrence.weighted_readouts(state) if self.training else None

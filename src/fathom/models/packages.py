@@ -1,4 +1,5 @@
-"""The files of an export, and mechanisms from other packages, added by `add_mechanism` or found by entry point.
+"""Source files to copy into an exported model, and mechanisms from other packages, found by `add_mechanism` or entry
+point.
 
 An export is flat, since transformers copies a checkpoint's code by the names of its files. So the name of every file in
 this folder is unique, and `exported` rewrites their imports.
@@ -39,7 +40,7 @@ MODULES = {
 
 
 def add_mechanism(mechanism: Mechanism) -> None:
-    """Register your own mechanism, so that recipes, the command line and exports know its name.
+    """Register a mechanism of your own, so that recipes, the command line and exports know it by name.
 
     Registering it twice has no effect. A package can declare it by an entry point in the group `fathom.mechanisms`
     instead.
@@ -65,7 +66,7 @@ def add_mechanism(mechanism: Mechanism) -> None:
 
 
 def check_options(mechanism: Mechanism) -> None:
-    """Refuse options whose types cannot be read, or whose values `config.json` cannot hold."""
+    """Refuse a mechanism whose options have unresolvable type hints, or types that JSON cannot store."""
     named = f"mechanism {mechanism.name}: {mechanism.options.__name__}"
     try:
         hints = hints_of(mechanism.options)
@@ -87,12 +88,12 @@ def find_mechanisms() -> None:
 
 
 def is_ours(mechanism: Mechanism) -> bool:
-    """Whether the mechanism's file is in this folder."""
+    """Whether a mechanism is defined in Fathom's own `models/` folder."""
     return mechanism.build.__module__ in MODULES
 
 
 def home(mechanism: Mechanism) -> Path:
-    """The file that defines the mechanism's class."""
+    """The path of the source file that defines a mechanism's class."""
     file = getattr(sys.modules.get(mechanism.build.__module__), "__file__", None)
     if file is None or mechanism.build.__module__ == "__main__":
         raise ValueError(f"mechanism {mechanism.name}: its class must stand in a file that can be imported")
@@ -100,7 +101,7 @@ def home(mechanism: Mechanism) -> Path:
 
 
 def declared_as(mechanism: Mechanism) -> str:
-    """The name of the module variable that holds the declaration."""
+    """The name of the module-level variable that holds a mechanism's declaration."""
     for name, value in vars(sys.modules[mechanism.build.__module__]).items():
         if value is mechanism:
             return name
@@ -130,7 +131,8 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
 
 
 def flattened(source: str) -> tuple[str, list[str]]:
-    """A source file whose imports of `fathom.models` and of its own package become imports of siblings."""
+    """Rewrite a source file's imports of `fathom.models` and of its own package as imports from the same flat
+    folder."""
     lines, siblings, tree = source.splitlines(keepends=True), [], ast.parse(source)
     at_once = set(_run_on_import(tree))
     for node in ast.walk(tree):
@@ -157,7 +159,7 @@ def flattened(source: str) -> tuple[str, list[str]]:
 
 
 def _run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the file is imported: not those inside functions, and not those for type checkers."""
+    """The syntax-tree nodes that run when a file is imported, without function bodies and `TYPE_CHECKING` blocks."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -169,13 +171,13 @@ def _run_on_import(tree: ast.AST) -> Iterator[ast.AST]:
 
 @cache
 def exported(file: str) -> str:
-    """The source of a file of this folder as an export's flat folder holds it."""
+    """The source of a file in `models/`, with its relative imports rewritten for an export's flat folder."""
     return re.sub(r"^( *from )\.+(?:\w+\.)*(?=\w+ import\b)", r"\1.", FILES[file].read_text("utf-8"), flags=re.M)
 
 
 @cache
 def needed(file: str) -> frozenset[str]:
-    """The files of this folder that a file of an export needs, itself included; imports for type checkers count."""
+    """The names of all files in `models/` that one of them imports, directly or indirectly, and its own name."""
     found, waiting = set(), [file]
     while waiting:
         if (name := waiting.pop()) not in found:
@@ -186,17 +188,17 @@ def needed(file: str) -> frozenset[str]:
 
 @cache
 def reaches_registry(file: str) -> bool:
-    """Whether importing a file of this folder imports `registry.py`, which in an export imports every mechanism."""
+    """Whether importing a file in `models/` also imports `registry.py`, which in an export imports every mechanism."""
     return file == "registry" or any(map(reaches_registry, _imported(_run_on_import(ast.parse(exported(file))))))
 
 
 def _imported(nodes: Iterable[ast.AST]) -> list[str]:
-    """The siblings that some statements of a flat folder import."""
+    """The names of the modules that these syntax-tree nodes import relatively."""
     return [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level and node.module]
 
 
 def _require_known(module: str, says: str) -> None:
-    """Refuse an import that an export could not resolve."""
+    """Refuse an import in a mechanism's file that an exported model could not resolve."""
     top = module.split(".")[0]
     if top == "fathom":
         raise ValueError(f"{says}: of Fathom only `from fathom.models.ROOM.FILE import NAME`")

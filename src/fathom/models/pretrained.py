@@ -1,4 +1,5 @@
-"""Common to all Fathom models: initial values, checkpointing, saving, and schedules over steps."""
+"""Base class of all Fathom models: weight initialisation, activation checkpointing, saving, schedules over training
+steps."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ _ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
 
 
 class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
-    """Common base class of all Fathom models."""
+    """Base class of all Fathom models, on top of transformers' `Qwen3PreTrainedModel`."""
 
     config: FathomConfig
     config_class = FathomConfig
@@ -42,7 +43,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     """Whether a training pass was made before that."""
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        """Initialise like transformers, which skips a module without tensors of its own in code of others. A
+        """Initialise a module like transformers, which skips modules without tensors of their own in remote code. A
         mechanism also initialises the parameters of its children: it is skipped only if all of them were loaded."""
         tensors = module.parameters() if isinstance(module, MechanismModule) else ()
         new = not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors)
@@ -63,7 +64,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
 
     def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        """Choose like transformers; where logits are capped, only backends that can do it, by default `eager`."""
+        """Choose the attention backend like transformers; if attention logits are capped, allow only backends that
+        support caps."""
         if self.config.attn_logit_softcapping is not None:
             attn_implementation = attn_implementation or "eager"
             if attn_implementation not in CAPPED:
@@ -73,13 +75,14 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _can_set_experts_implementation(self) -> bool:  # asked of models, not of classes
-        """Answer like the family's own class."""
+        """Whether transformers can set an experts implementation, answered by the family's own class for
+        hosted models."""
         if not self.config.host:
             return bool(super()._can_set_experts_implementation())
         return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())
 
     def set_experts_implementation(self, experts_implementation: Any) -> None:
-        """Like transformers' method; a family's own experts read it from the family's configuration."""
+        """Like transformers' method; also sets it in the configuration that a hosted family's experts read."""
         super().set_experts_implementation(experts_implementation)
         if (host := self.base_model.host) is not None:
             host.set_experts_implementation(experts_implementation)
@@ -87,8 +90,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     def activation_checkpointing_enable(
         self, activation_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
     ) -> None:
-        """Recompute each layer in the backward pass. `use_reentrant=True` is refused where a layer reads more than the
-        layer below it."""
+        """Turn on activation checkpointing: each layer is recomputed in the backward pass. `use_reentrant=True` is
+        refused where a layer reads more than the layer below it."""
         chosen = dict(activation_checkpointing_kwargs or {})
         model = self.base_model
         if chosen.setdefault("use_reentrant", False):
@@ -104,12 +107,12 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         def gradient_checkpointing_enable(
             self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
         ) -> None:
-            """The name in earlier releases of transformers."""
+            """The same as `activation_checkpointing_enable`, under its name in earlier releases of transformers."""
             self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        """Whether layers are recomputed; peft reads this name."""
+        """Whether any layer is recomputed in the backward pass; peft reads this attribute."""
         return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def settled_config(self) -> FathomConfig:
@@ -121,7 +124,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return config
 
     def save_pretrained(self, *args: object, **kwargs: object) -> object:
-        """See transformers; saves the settled configuration, so that the saved model computes what was trained."""
+        """Like transformers' method, but saves schedules at their current values, so that the saved model computes what
+        was trained."""
         config, self.config = self.config, self.settled_config()
         try:
             return super().save_pretrained(*args, **kwargs)
@@ -144,12 +148,13 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
                 module.set_step(step, steps)
 
     def closed_axes(self) -> list[str]:
-        """Axes whose mechanism has λ = 0 and no schedule that opens it."""
+        """The axes whose mechanism has `blend` 0 and no schedule, so that it never has an effect."""
         given = {axis: getattr(self.config, f"{axis}_options") for axis in AXES}
         return [axis for axis, keys in given.items() if keys.get("blend") == 0 and not keys.get("blend_steps")]
 
     def expect_steps(self) -> None:
-        """Called before every training pass as long as nobody has called `set_step`.
+        """Warn, or raise, if training passes run without calls of `set_step`; called before each pass until `set_step`
+        is called.
 
         A mechanism whose λ rises with the steps has no effect until somebody does. One pass may be a look at gradients;
         the second is training, and fails. Other schedules and draws stay at step 0, of which the first pass warns.

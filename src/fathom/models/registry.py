@@ -1,4 +1,4 @@
-"""Every mechanism by name. To add one, write its file and add it to `ALL`."""
+"""The registry of all mechanisms by name. To add one, write its file and add it to `ALL`."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ VANILLA = "vanilla"
 
 
 def known() -> dict[str, Mechanism]:
-    """Every mechanism by name, including those of other packages."""
+    """All mechanisms by name, including those that other packages register."""
     while late:
         late.pop()()
     return MECHANISMS
 
 
 def mechanism(axis: str, name: str) -> Mechanism:
-    """The mechanism of that name on that axis."""
+    """The mechanism with this name on this axis; raises a `ValueError` if there is none."""
     found = known().get(name) if isinstance(name, str) else None
     if found is None or found.axis != axis:
         names = ", ".join(m.name for m in known().values() if m.axis == axis)
@@ -73,7 +73,8 @@ def mechanism(axis: str, name: str) -> Mechanism:
 
 
 def parse_mechanism(text: str) -> dict[str, str]:
-    """`loop+depth_attention` as one value per axis; in `vanilla` every axis has its first value."""
+    """Parse a name such as `loop+depth_attention` into one mechanism for each axis; `vanilla` has the default on every
+    axis."""
     values = dict(DEFAULTS)
     taken: set[str] = set()
     for name in (part.strip() for part in text.split("+")):
@@ -120,8 +121,8 @@ def resolve_options(config: DecoderConfig, axis: str) -> dict[str, object]:
 
 
 def check_trips(config: DecoderConfig) -> None:
-    """Refuse a mixer whose sources cross trips if there is only one trip, or under the view ALL, where all trips are
-    solved for at once, or if later trips make no values."""
+    """Refuse a mixer that reads sources from earlier iterations if there is only one, under the view ALL (all
+    iterations are solved at once), or if later iterations make no values."""
     recurrence = recurrence_class(config)
     crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence.sees(config).depth_parallel
     crosses &= not recurrence.shares(config)
@@ -135,8 +136,8 @@ def check_trips(config: DecoderConfig) -> None:
 
 
 def check_visits(config: DecoderConfig) -> None:
-    """Refuse parameters for each visit where layers have one, where all their trips are one pass, or where a call may
-    make more of them than there are parameters for."""
+    """Refuse `per_visit` with a single iteration, if all iterations are computed in one pass, or if a forward pass may
+    make more iterations than there are parameters for."""
     recurrence = recurrence_class(config)
     if not config.residual_options.get("per_visit"):
         return
@@ -149,7 +150,7 @@ def check_visits(config: DecoderConfig) -> None:
 
 
 def across_trips(config: DecoderConfig) -> str:
-    """How the mixer's sources cross the recurrence's trips."""
+    """How a mixer reads sources from earlier iterations: `none`, `same_layer`, `grid` or `first`."""
     recurrence = recurrence_class(config)
     return mixer_class(config).across_trips(config, "none" if recurrence.shares(config) else recurrence.across_trips)
 
@@ -160,14 +161,14 @@ def mixer_class(config: DecoderConfig) -> type[ValueMixer]:
 
 
 def residual_sets(config: DecoderConfig, layer: int) -> int:
-    """How often a layer has its residual's parameters: once, or for every trip that it may make."""
+    """How many sets of residual parameters a layer has: one, or one for each iteration with `per_visit`."""
     recurrence = recurrence_class(config)
     start, stop = recurrence.span(config)
     return recurrence.trips_of(config) if config.residual_options.get("per_visit") and start <= layer < stop else 1
 
 
 def add_residuals(layer: nn.Module, config: DecoderConfig, layer_idx: int) -> None:
-    """Give a layer the residuals of its two sub-layers, and those of further trips where each trip has its own."""
+    """Give a layer the residuals of its two sub-layers, with separate ones for each iteration if `per_visit` is set."""
     build = mechanism("residual", config.residual).build
 
     def of_trip(trip: int) -> dict[str, nn.Module]:
@@ -181,7 +182,7 @@ def add_residuals(layer: nn.Module, config: DecoderConfig, layer_idx: int) -> No
 
 
 def residuals(layer: Any, trip: int) -> tuple[Residual, Residual]:
-    """A layer's residuals of attention and of the MLP in a trip."""
+    """The residuals of a layer's attention and MLP in one iteration."""
     if not trip or not layer.again:
         return layer.attn_residual, layer.mlp_residual
     return layer.again[trip - 1]["attn"], layer.again[trip - 1]["mlp"]

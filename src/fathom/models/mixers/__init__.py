@@ -1,1 +1,1 @@
-"""Mixers: which value attention stores and reads."""
+"""Mixers, which decide the value that attention stores and reads."""

@@ -61,7 +61,7 @@ class DepthAttentionOptions(ScheduleOptions):
     """What is mixed over depth: `value`, `key`, or `both`. The paper's ablation finds that keys should be left out."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse anything else to mix, and what learned gates leave out."""
+        """Refuse unknown values of `mixes`, and `self_bias` or mixed keys together with learned gates."""
         super().check(config)
         self.require_one_of("mixes", MIXED)
         self.require(
@@ -85,7 +85,7 @@ class DepthAttention(GridMixer):
         self.self_bias = nn.Buffer(torch.tensor(self.bias), persistent=False) if self.bias else None
 
     def init_weights(self, std: float) -> None:
-        """Initialise the bias and λ, which checkpoints do not contain."""
+        """Initialise the self-bias and λ, since checkpoints do not contain them."""
         super().init_weights(std)
         if self.self_bias is not None:
             init.constant_(self.self_bias, self.bias)
@@ -93,7 +93,8 @@ class DepthAttention(GridMixer):
     def fused(
         self, projected: Tensor, sources: tuple[Tensor, ...]
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
-        """`norm_rotate_mix`, which does not support `norm_scores` and mixed keys."""
+        """The kernel `norm_rotate_mix` if it is in use; None with `norm_scores`, mixed keys or learned gates, which it
+        lacks."""
         supported = sources and not self.norm_scores and self.parts == "value"
         kernel = faster("norm_rotate_mix", projected) if supported else None
         if kernel is None or self.blend_gates is not None:
@@ -108,7 +109,8 @@ class DepthAttention(GridMixer):
         return blend
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Stored:
-        """ṽ of the module's docstring, or k̃ and ṽ; the input tensors themselves if there is no source."""
+        """The mixed value ṽ, or mixed key k̃ and value ṽ with `mixes`; the input tensors themselves if there is no
+        source."""
         if self.blend_gates is not None:
             return self.with_gates(query, value, sources)
         if not sources:
@@ -119,15 +121,15 @@ class DepthAttention(GridMixer):
         return mixed if self.blend is None else self.blended(value, mixed)
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The attention over the sources alone: the last one stands where the layer itself would."""
+        """Attend over the sources alone, by passing the last source in place of the layer's own key and value."""
         *others, key, value = sources
         return self.mixed(query, key, value, tuple(others)) if others else value
 
     def with_keys(
         self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """k̃, and ṽ or the layer's own value. What is mixed stands in the place of values: keys, and beside each key
-        its value if both are."""
+        """Mix keys, and values too with `mixes: both`; returns the mixed key, and the mixed or own value. What is mixed
+        stands in the place of values: keys, and beside each key its value if both are."""
         keys, values, both = sources[::2], sources[1::2], self.parts == "both"
         own = torch.cat([key, value], -1) if both else key  # [B, H_kv, T, D or 2 D]
         rest = [torch.cat(pair, -1) for pair in zip(keys, values, strict=True)] if both else keys
@@ -137,7 +139,7 @@ class DepthAttention(GridMixer):
         return mixed[..., :width], mixed[..., width:] if both else value
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """The mix alone, in the fastest form for these tensors."""
+        """Mix the values, without blending, by the fastest implementation for these tensors."""
         if self.norm_scores:
             query, key, sources = self.normed(query, key, sources)
         as_wide = key.shape[-1] == value.shape[-1]
@@ -163,7 +165,8 @@ class DepthAttention(GridMixer):
 def depth_weights(
     query: Tensor, key: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the mean query."""
+    """The weights α of every source and, last, of the layer itself (`[B, H_kv, T, 1]` each, float32), and the mean
+    query."""
     q = head_pool(query, key.shape[1])  # [B, H_kv, T, D]
     scale = query.shape[-1] ** -0.5
     scores = [(q * k).sum(-1, keepdim=True) * scale for k in (*sources[::2], key)]
@@ -175,14 +178,14 @@ def depth_weights(
 def mix(
     query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """ṽ, and the tensors for its backward pass: the weights and the mean query."""
+    """The mixed value ṽ, and the weights and the mean query for its backward pass."""
     weights, q = depth_weights(query, key, sources, self_bias)
     mixed = weighted_sum(weights, (*sources[1::2], value))
     return mixed.to(value.dtype), weights, q
 
 
 def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    """ṽ with few operations, for few tokens: ordinary attention whose sequence axis is the depth."""
+    """The mixed value by few operations, for few tokens: PyTorch's attention with the depth as sequence axis."""
     batch, kv_heads, length, width = key.shape
     q = query.reshape(batch, kv_heads, -1, length, width).mean(2)  # [B, H_kv, T, D]
     keys, values = (*sources[::2], key), (*sources[1::2], value)
@@ -193,7 +196,7 @@ def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ..
 
 
 class _Mix(torch.autograd.Function):
-    """`mix` with the backward pass written out: it keeps its inputs and the weights.
+    """`mix` with a hand-written backward pass, which saves only the inputs and the weights.
 
     With d = ∂loss/∂ṽ, q the sum of a group's G queries and ds_j = α_j (d · v_j - Σ_i α_i d · v_i) / (G √D):
 
@@ -235,7 +238,7 @@ class _Mix(torch.autograd.Function):
 
 
 def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
-    """x · y for each of S others, all `[B, H_kv, T, D]`, to `[S, B, T, H_kv, 1]`."""
+    """Dot products of `x` with each of S other tensors, all `[B, H_kv, T, D]`; returns `[S, B, T, H_kv, 1]`."""
     batch, heads, length, _ = x.shape
     dots, products = x.new_empty(len(others), batch, length, heads, 1), torch.empty_like(x)
     for y, dot in zip(others, dots, strict=True):
@@ -244,7 +247,7 @@ def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Scores and mixture over every candidate, and the pooling of grouped queries."""
+    """Cost: a score and a weighted sum over all candidates, and the mean of each group of queries."""
     width = config.num_key_value_heads * config.head_dim
     options = DepthAttentionOptions.of(config)
     counts = [len(v.sources) + (not options.learned) for v in visits if v.sources]

@@ -1,4 +1,5 @@
-"""Mixers that read a grid of earlier layers: their options, and which layers are sources."""
+"""Base of mixers that read every stride-th and the most recent earlier layers: options, and which layers are
+sources."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ class ScheduleOptions(BlendedMixerOptions):
     iteration) or `first` (each source is taken once, at its first visit). Default: as the recurrence declares."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse strides and windows beyond the model."""
+        """Refuse a `stride` or `recent_layers` larger than the number of layers."""
         super().check(config)
         layers, stride = config.num_hidden_layers, self.stride
         within = stride is None or 1 <= stride <= layers
@@ -40,17 +41,17 @@ class ScheduleOptions(BlendedMixerOptions):
 
 
 class GridMixer(BlendedMixer):
-    """A mixer with λ that reads a grid of earlier layers."""
+    """Base class of mixers with a blending weight λ whose sources are every stride-th and the most recent layers."""
 
     @staticmethod
     def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
-        """Every stride-th layer below, and the `recent_layers` just below."""
+        """The sources of a layer: every stride-th layer below it, and the `recent_layers` layers just below it."""
         options = ScheduleOptions.of(config)
         assert options.stride is not None
         return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
 
     @staticmethod
     def across_trips(config: DecoderConfig, default: str) -> str:
-        """The option, else the recurrence's rule."""
+        """The option `across_trips` if it is set, else the recurrence's rule."""
         rule = ScheduleOptions.of(config).across_trips
         return default if rule is None else rule

@@ -1,4 +1,6 @@
-"""`uniform_depth`: the plain average over the sources of `depth_attention`, as its control.
+"""`uniform_depth`: average over the sources of `depth_attention` with equal weights, as a control for it.
+
+The mixed value:
 
 ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
 
@@ -44,7 +46,7 @@ class UniformDepth(GridMixer):
 
 
 def mean(values: Sequence[Tensor]) -> Tensor:
-    """The mean of some tensors, added up in order."""
+    """The mean of several tensors, summed in the given order."""
     total, *others = values
     for other in others:
         total = total + other
@@ -52,7 +54,7 @@ def mean(values: Sequence[Tensor]) -> Tensor:
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """One addition per source and a division."""
+    """Cost: one addition for each source, and a division."""
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
     kept, moved = sum(v.kept for v in visits), candidates + len(visits)

@@ -1,4 +1,7 @@
-"""`value_gain`: a learned gain on every value, and on queries, as the control of mechanisms with learned gates.
+"""`value_gain`: a learned gain on every value, optionally on queries, as a control for mechanisms with learned
+gates.
+
+The gains:
 
     ṽ_ℓ = (1 + g) v_ℓ        with `queries`, q_ℓ ← (1 + a) q_ℓ
 
@@ -31,8 +34,8 @@ class ValueGainOptions(MixerOptions):
     """Whether the queries of a layer, a key-value head or a channel have a gain too."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse gains on what a host's attention makes, and gains that would tell rotations apart: a channel's, since
-        two channels are rotated together."""
+        """Refuse gains on the queries of a family's own layers, and per-channel gains on queries, since RoPE rotates
+        pairs of channels together."""
         super().check(config)
         self.require("queries", not (self.queries and self.gates == "channel"), "be false with gates=channel")
         self.require(
@@ -41,7 +44,7 @@ class ValueGainOptions(MixerOptions):
 
 
 class ValueGain(ValueMixer):
-    """Multiplies values, and queries if asked for."""
+    """Multiplies values, and queries with the option `queries`, by a learned gain."""
 
     def __init__(self, config: DecoderConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
@@ -62,7 +65,7 @@ class ValueGain(ValueMixer):
         return self.gates(value)
 
     def asked(self, query: Tensor) -> Tensor:
-        """(1 + a) q, where the queries of a group share the gain of their key-value head."""
+        """The scaled queries (1 + a) q; the queries of a group share the gain of their key-value head."""
         assert self.query_gates is not None
         shape = self.query_gates.shape
         heads = shape[0] if len(shape) > 1 else 1
@@ -70,7 +73,7 @@ class ValueGain(ValueMixer):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """A product per channel of a value, and of a query."""
+    """Cost: a product for each channel of values and, with `queries`, of queries."""
     options = ValueGainOptions.of(config)
     heads, width = config.num_key_value_heads, config.head_dim
     size = {"layer": 1, "head": heads, "channel": heads * width}[options.gates]

@@ -1,4 +1,6 @@
-"""`value_residual`: every layer adds half of the first layer's value to half of its own.
+"""`value_residual`: every layer's value becomes half the first layer's value plus half its own.
+
+The mixed value:
 
 ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1;        with `blend` λ, ṽ_ℓ = v_ℓ + ½ λ (v_0 - v_ℓ)
 
@@ -32,7 +34,7 @@ class ValueResidual(BlendedMixer):
 
     @staticmethod
     def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
-        """Every later layer reads layer 0."""
+        """The sources of a layer: layer 0 for every layer above it."""
         return (0,) if layer_idx else ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
@@ -42,12 +44,12 @@ class ValueResidual(BlendedMixer):
         return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-        """v_0, which layer 0 has gained already."""
+        """The value v_0 of layer 0, which includes layer 0's own gain."""
         return sources[1]
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Two products and a sum per layer and trip."""
+    """Cost: two products and a sum per channel for each layer and iteration."""
     width = config.num_key_value_heads * config.head_dim
     mixing = sum(bool(v.sources) for v in visits)
     options = ValueResidualOptions.of(config)

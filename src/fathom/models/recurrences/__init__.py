@@ -1,1 +1,1 @@
-"""Recurrences: how many trips a token makes, and what each starts from."""
+"""Recurrences, which decide how many iterations a token makes through the layers, and the input of each iteration."""

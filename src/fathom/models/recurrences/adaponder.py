@@ -1,4 +1,6 @@
-"""`adaponder` (AdaPonderLM): `ponder` with a gate after every trip, and tokens that stop for good.
+"""`adaponder` (AdaPonderLM): `ponder` with a gate after every iteration, by which tokens halt for good.
+
+The gates:
 
     σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
 
@@ -104,7 +106,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
         return {"own": self.trips - 1, "shared": 1}.get(self.halting, 0) if self.trips > 1 else 0
 
     def share(self, trip: int) -> float:
-        """The share of the tokens that make a trip under a fixed schedule."""
+        """The share of tokens that make iteration number `trip` under a fixed halting schedule."""
         done = trip / (self.trips - 1)
         return self.kept**done if self.halting == "geometric" else 1 - (1 - self.kept) * done
 
@@ -115,7 +117,7 @@ GOLDEN = 2654435769
 
 
 class Adaponder(Blended, Pondering[AdaponderOptions]):
-    """Feeds back a gated mixture, until the gate shuts."""
+    """Adds a gated vocabulary mixture to a token's input at each iteration, until the gate falls below τ."""
 
     options_class = AdaponderOptions
     halts = True
@@ -129,16 +131,16 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
     @classmethod
     def additions(cls, config: DecoderConfig) -> int:
-        """All trips add to one stream."""
+        """The number of iterations that add to one residual stream: all of them."""
         return cls.trips_of(config)
 
     @staticmethod
     def needs_head(config: DecoderConfig) -> bool:
-        """Yes: the mixture is made of logits."""
+        """True, because the vocabulary mixture is computed from logits."""
         return True
 
     def init_weights(self, std: float) -> None:
-        """Start with open gates: a bias, and a small last weight."""
+        """Initialise the gates open: a bias, and a last layer with small weights."""
         super().init_weights(std)
         init.zeros_(self.fraction)
         for gate in self.gates:
@@ -147,12 +149,12 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
     @property
     def scheduled(self) -> bool:
-        """The penalty grows, or something else changes."""
+        """Whether the penalty grows over training, or the base class changes something over training."""
         penalised = self.learns and self.options.penalty_max * self.options.penalty_fraction > 0
         return penalised or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """q at this point of training."""
+        """Set the fraction q of penalised gates for this point of training."""
         super().set_step(step, steps)
         if steps:  # without the number of steps, the fraction of training is unknown
             grown = ramp(step / steps, *self.options.penalty_span)
@@ -184,7 +186,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """λ · mean of the lowest q of all gates."""
+        """The penalty: λ times the mean of the lowest fraction q of all gates."""
         gates = self._gates(state)
         if gates is None or not self.options.penalty_max:
             return {}
@@ -194,7 +196,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean trips, the gates' entropy, and the share of gates that are closed or nearly so."""
+        """Mean iterations, the gates' entropy, and the shares of gates that are closed or nearly closed."""
         gates = self._gates(state)
         found = super().metrics(state, targets)
         if gates is not None:
@@ -206,7 +208,7 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack, a mixture and a gate for every extra trip, if no token halts."""
+    """Cost if no token halts: the layers, a mixture and a gate for every extra iteration."""
     gates, (parameters, flops) = AdaponderOptions.of(config).gate_count, gate_mlp_size(config.hidden_size)
     stack = trips_cost(config, visits, scalar, flops if gates else 0, gates * parameters)
     return stack + mixture_cost(config, visits)

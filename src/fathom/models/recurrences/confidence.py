@@ -1,4 +1,4 @@
-"""`exit_confidence`: a token makes no further trip once its prediction is sure. `fathom deepen --exit` sets it.
+"""`exit_confidence`: a token halts once its most likely next token is probable enough. `fathom deepen --exit` sets it.
 
 With z_k the logits of a token after trip k, and τ the option:
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConfidenceOptions(RecurrenceOptions):
-    """Options of a recurrence whose tokens may halt when they are sure."""
+    """Options of a recurrence whose tokens may halt once their prediction is confident."""
 
     exit_confidence: float | None = None
     """Outside training, a token makes no further iteration once its likeliest next token has this probability; null:
@@ -39,7 +39,7 @@ class ConfidenceOptions(RecurrenceOptions):
 
 
 class ConfidenceExit(Recurrence):
-    """A recurrence whose tokens halt when they are sure, if its options say so."""
+    """Base class of recurrences whose tokens halt once their prediction is confident, if `exit_confidence` is set."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -47,7 +47,7 @@ class ConfidenceExit(Recurrence):
 
     @classmethod
     def stops(cls, config: DecoderConfig) -> bool:
-        """True if the option lets tokens stop early."""
+        """Whether tokens may halt early, because `exit_confidence` is set or by the base class."""
         return ConfidenceOptions.of(config).exit_confidence is not None or super().stops(config)
 
     @staticmethod

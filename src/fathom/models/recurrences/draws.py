@@ -1,4 +1,4 @@
-"""Numbers drawn for one training step: equal on every rank, and after a resume."""
+"""Random numbers for a training step that are the same on every rank and after resuming."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def draw(seed: int | None, step: int, what: str) -> int:
-    """A 64-bit number: a hash of seed, step and purpose."""
+    """A pseudo-random 64-bit number: a hash of seed, training step and purpose."""
     return int.from_bytes(hashlib.blake2b(f"{seed or 0}/{step}/{what}".encode(), digest_size=8).digest(), "little")
 
 
@@ -25,7 +25,7 @@ def between(bounds: list[int], seed: int | None, step: int, what: str) -> int:
 
 @dataclass(frozen=True)
 class DrawnOptions(RecurrenceOptions):
-    """Options of a recurrence whose number of trips may be drawn."""
+    """Options of a recurrence whose number of iterations may be drawn at random for each training step."""
 
     trips_range: list | None = None
     """`[least, most]`: in training, `trips` is drawn anew for every step."""
@@ -42,7 +42,7 @@ class DrawnOptions(RecurrenceOptions):
 
 
 class DrawnTrips(Recurrence):
-    """A recurrence whose number of trips may be drawn for every training step (`trips_range`)."""
+    """Base class of recurrences that can draw the number of iterations for every training step (`trips_range`)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -57,11 +57,11 @@ class DrawnTrips(Recurrence):
 
     @property
     def scheduled(self) -> bool:
-        """Trips are drawn, or something else changes."""
+        """Whether iterations are drawn for each step, or the base class changes something over training."""
         return self.trips_range is not None or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's trips, equal on every rank."""
+        """Draw the number of iterations for this step, the same on every rank."""
         super().set_step(step, steps)
         if self.trips_range:
             self.drawn_trips = between(self.trips_range, self.seed, step, "depth")

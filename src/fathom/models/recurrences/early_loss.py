@@ -1,4 +1,7 @@
-"""`early_loss`: a loss on early trips as well, so that they can draft for the rest (`speculation.py`).
+"""`early_loss`: train the predictions of early iterations as well, so that these can draft tokens
+(`speculation.py`).
+
+The loss:
 
     loss + w · mean over the trips k before the last of CE(head(norm(r_k)))
 
@@ -26,7 +29,7 @@ NAME = "early{}"
 
 @dataclass(frozen=True)
 class EarlyLossOptions(RecurrenceOptions):
-    """Options of a recurrence whose early trips may be read out."""
+    """Options of a recurrence that can train on the predictions of early iterations too."""
 
     early_loss: float = 0.0
     """Weight w of the mean loss of earlier iterations' readouts; trains drafting (`generate(draft_trips=...)`)."""
@@ -38,7 +41,7 @@ class EarlyLossOptions(RecurrenceOptions):
 
 
 class EarlyReadout(Recurrence):
-    """A recurrence whose early trips may be read out in training."""
+    """Base class of recurrences that can train on the predictions of early iterations too."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -46,13 +49,13 @@ class EarlyReadout(Recurrence):
 
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
-        """The head after every trip but the last, forward and backward."""
+        """FLOPs of the head and its gradients after every iteration but the last."""
         weight = EarlyLossOptions.of(config).early_loss
         early = (cls.trips_of(config) - 1) * loss_flops(config) if weight else 0
         return super().penalty_flops(config, sequence_length) + early
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also keep the readout of each early trip."""
+        """Also keep each early iteration's hidden state for its loss."""
         new = super().gate(out, state)
         if self.training and self.early_weight and not out.last:
             new[NAME.format(out.trip)] = out.hidden
@@ -61,7 +64,7 @@ class EarlyReadout(Recurrence):
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """w times the mean loss of the early trips."""
+        """The weight w times the mean loss of the early iterations' predictions."""
         terms = super().aux_losses(state, targets, num_items_in_batch, head)
         early: list[Tensor] = []
         while (name := NAME.format(len(early))) in state:  # a step may make more trips than `trips`

@@ -1,4 +1,4 @@
-"""`exit`: a gate that chooses, for each token, the trip after which it is read out (Ouro). Off by default.
+"""`exit`: a gate that chooses for each token the iteration whose prediction is used (Ouro). Off by default.
 
 With h_k the readout after trip k, counted from 0, K the last trip, and CE_k the cross-entropy of h_k:
 
@@ -44,7 +44,7 @@ SLOPE, GAIN = 50.0, 0.005
 
 @dataclass(frozen=True)
 class ExitOptions(RecurrenceOptions):
-    """Options of a recurrence whose tokens may be read out early."""
+    """Options of a recurrence with an exit gate, which may choose an early iteration's prediction for a token."""
 
     exit: str = "none"
     """The loss that trains the exit gate: `none` (no gate), `joint` or `gate` (Ouro)."""
@@ -55,7 +55,7 @@ class ExitOptions(RecurrenceOptions):
     """β: weight of the entropy of the exit distribution in the loss, `joint` only."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse unknown losses and invalid numbers."""
+        """Refuse an unknown `exit`, and invalid thresholds and weights."""
         super().check(config)
         self.require_one_of("exit", LOSSES)
         self.require("exit_threshold", 0 < self.exit_threshold <= 1, "lie above 0 and be at most 1")
@@ -68,7 +68,7 @@ class ExitOptions(RecurrenceOptions):
 
 
 class ExitGate(Recurrence):
-    """A recurrence with an exit gate, if its options say so."""
+    """Base class of recurrences that have an exit gate if the option `exit` is set."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -76,7 +76,7 @@ class ExitGate(Recurrence):
         self.exit_gate = nn.Linear(config.hidden_size, 1) if self.exit.exits else None
 
     def init_weights(self, std: float) -> None:
-        """Start with λ = ½ everywhere."""
+        """Initialise the gate to exit with probability ½ at every iteration."""
         super().init_weights(std)
         if self.exit_gate is not None:
             init.zeros_(self.exit_gate.weight)
@@ -84,14 +84,15 @@ class ExitGate(Recurrence):
 
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
-        """FLOPs of the head after every trip. With `joint` forward, recomputation and backward replace those of the
-        last trip; with `gate` only forward passes are added."""
+        """FLOPs that training adds for the head after every iteration. With `joint` forward, recomputation and backward
+        replace those of the last trip; with `gate` only forward passes are added."""
         options = ExitOptions.of(config)
         heads = {"none": 0, "joint": 4 * options.trips - 3, "gate": options.trips}[options.exit]
         return super().penalty_flops(config, sequence_length) + heads * head_flops(config)
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """In training, keep every trip's readout and gate; otherwise the readout that the threshold selects."""
+        """In training, keep each iteration's hidden state and gate logit; otherwise keep the hidden state that the
+        threshold selects."""
         new = super().gate(out, state)
         if self.exit_gate is None:
             return new
@@ -109,12 +110,12 @@ class ExitGate(Recurrence):
         return new
 
     def logit(self, hidden: Tensor) -> Tensor:
-        """w · h + b, `[B, T]`, in at least float32."""
+        """The exit gate's logit w · h + b, `[B, T]`, in at least float32."""
         assert self.exit_gate is not None
         return widen(self.exit_gate(hidden)).squeeze(-1)
 
     def weighted_readouts(self, state: TripState) -> list[tuple[Tensor, Tensor]] | None:
-        """With `joint`, every h_k and p_k."""
+        """With `joint`, each iteration's hidden state and exit probability; None otherwise."""
         if self.exit.exit != "joint":
             return super().weighted_readouts(state)
         hidden, logits = readouts(state)
@@ -123,7 +124,7 @@ class ExitGate(Recurrence):
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """-β H(p), or the gate's own loss."""
+        """The entropy term -β H(p) with `joint`, or the gate's own loss with `gate`."""
         terms = super().aux_losses(state, targets, num_items_in_batch, head)
         hidden, logits = readouts(state)
         if self.exit.exit == "joint":
@@ -143,13 +144,13 @@ class ExitGate(Recurrence):
 
 
 def readouts(state: TripState) -> tuple[list[Tensor], list[Tensor]]:
-    """Every trip's readout `[B, T, hidden_size]` and gate logit `[B, T]`; empty without a gate."""
+    """Each iteration's hidden state `[B, T, hidden_size]` and gate logit `[B, T]`; empty lists without a gate."""
     count = sum(name.startswith(LOGIT.format("")) for name in state)
     return [state[HIDDEN.format(k)] for k in range(count)], [state[LOGIT.format(k)] for k in range(count)]
 
 
 def log_exits(logits: list[Tensor]) -> list[Tensor]:
-    """log p of every trip; the last trip's gate is not used."""
+    """The log-probability of exiting at each iteration; the last iteration's gate is not used."""
     found, left = [], torch.zeros_like(logits[0])
     for logit in logits[:-1]:
         found.append(left + F.logsigmoid(logit))
@@ -158,7 +159,7 @@ def log_exits(logits: list[Tensor]) -> list[Tensor]:
 
 
 def threshold_for(probabilities: Tensor, trips: float) -> float:
-    """The largest `exit_threshold` with which tokens are read out after at most `trips` trips on average.
+    """The largest `exit_threshold` with which tokens exit after at most `trips` iterations on average.
 
     Args:
         probabilities: p_k of held-out tokens, `[tokens, trips]`; its rows add up to 1.

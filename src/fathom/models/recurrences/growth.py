@@ -1,4 +1,4 @@
-"""`growth`: a loop whose trips grow over training, each new trip from an exact start.
+"""`growth`: a loop that adds iterations during training; each starts with weight 0, so the loss does not jump.
 
 With s of S steps made, K the option `trips`, a = `growth_from` and c = `growth_share`:
 
@@ -36,7 +36,7 @@ PARTS = 1000
 
 @dataclass(frozen=True)
 class GrowthOptions(DrawnOptions):
-    """Options of a recurrence whose trips may grow over training."""
+    """Options of a recurrence whose number of iterations may grow over training."""
 
     growth: str = "none"
     """How iterations grow over training: `none`, `linear`, or `sqrt`, slow first."""
@@ -48,7 +48,7 @@ class GrowthOptions(DrawnOptions):
     """The fraction of training over which a new iteration opens."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse unknown curves and numbers outside training."""
+        """Refuse an unknown `growth` curve, and settings that do not fit into the training run."""
         super().check(config)
         self.require_one_of("growth", CURVES)
         self.require("growth_from", 1 <= self.growth_from <= self.trips, f"lie in 1..{self.trips} (trips)")
@@ -62,14 +62,14 @@ class GrowthOptions(DrawnOptions):
         return self.growth != "none"
 
     def most(self, step: int, steps: int) -> int:
-        """The most trips of a step."""
+        """The maximum number of iterations at a training step."""
         last = self.trips_range[1] if self.trips_range else self.trips
         t = min(1.0, step / (self.growth_share * steps)) if steps else 1.0
         t = t if self.growth == "linear" else 1 - math.sqrt(1 - t)
         return self.growth_from + math.ceil((last - self.growth_from) * t - 1e-9)
 
     def opened(self, step: int, steps: int) -> float:
-        """λ of the newest trip of a step."""
+        """The weight λ of the newest iteration at a training step."""
         newest, over = self.most(step, steps), self.growth_open * steps
         if newest == self.growth_from or not over:
             return 1.0
@@ -78,7 +78,7 @@ class GrowthOptions(DrawnOptions):
 
 
 class GrowingTrips(DrawnTrips):
-    """A recurrence whose trips grow over training, if its options say so."""
+    """Base class of recurrences whose number of iterations grows over training if the option `growth` is set."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -88,7 +88,7 @@ class GrowingTrips(DrawnTrips):
         self.newest = nn.Buffer(torch.ones(2), persistent=False) if self.growth.grows else None
 
     def init_weights(self, std: float) -> None:
-        """Also initialise λ, which checkpoints do not contain."""
+        """Also initialise the newest iteration's weight λ, since checkpoints do not contain it."""
         super().init_weights(std)
         if self.newest is not None:
             init.copy_(self.newest, self.newest.new_tensor(self.newest_now))
@@ -115,11 +115,11 @@ class GrowingTrips(DrawnTrips):
 
     @property
     def scheduled(self) -> bool:
-        """Trips grow, or something else changes."""
+        """Whether iterations grow over training, or the base class changes something over training."""
         return self.growth.grows or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Also the trips of this step; without the number of steps, training counts as over."""
+        """Also set the number of iterations for this step; if `steps` is unknown, that of the end of training."""
         super().set_step(step, steps)
         if not self.growth.grows or self.newest is None:
             return
@@ -133,7 +133,7 @@ class GrowingTrips(DrawnTrips):
             place.fill_(number)
 
     def settle(self, config: DecoderConfig) -> None:
-        """Fix trips at their current number."""
+        """Fix the number of iterations at its current value in `config`."""
         super().settle(config)
         if self.growth.grows:
             grown = self.grown - (self.newest_now[1] == 0.0)  # a trip that is still shut is none
@@ -141,8 +141,8 @@ class GrowingTrips(DrawnTrips):
             config.recurrence_options.update(growth="none", growth_from=1, **changes)
 
     def opening(self, x: Tensor, stream: Tensor, trip: int) -> Tensor:
-        """The end of the loop, from the input and the output of its last trip, `[B, T, hidden_size]`; a budget may end
-        it at a trip that opened before."""
+        """Blend the input and the output of the newest iteration by λ, `[B, T, hidden_size]`; return the output of
+        older iterations unchanged."""
         if self.newest is None or trip + 1 < (self.drawn_trips if self.training else self.grown):
             return stream
         return torch.lerp(x, stream, self.newest[0 if self.training else 1].to(stream.dtype))

@@ -1,4 +1,7 @@
-"""`latent_cot` (token-level adaptive latent chain of thought): as many hidden thoughts as a token turns out to need.
+"""`latent_cot` (token-level adaptive latent chain of thought): a router decides after each latent thought whether a
+token makes another.
+
+The recurrence:
 
     x_{k+1} = h_k        g_k = sigmoid(w·h_k + b)        R_0 = 1,  R_{k+1} = R_k g_k        go on iff R_{k+1} > τ
     readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last trip
@@ -63,7 +66,7 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
 
 
 class LatentCot(Blended, Sampled[LatentCotOptions]):
-    """Feeds back the normed hidden state, and reads out a mixture of all latent thoughts."""
+    """Feeds the normed hidden state back, and predicts from a mixture of all latent thoughts' hidden states."""
 
     options_class = LatentCotOptions
     reads = View.DUO
@@ -80,7 +83,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
         return super().penalty_flops(config, sequence_length) if LatentCotOptions.of(config).penalty else 0.0
 
     def init_weights(self, std: float) -> None:
-        """Initialise the router so that tokens continue."""
+        """Initialise the router so that tokens continue with high probability."""
         super().init_weights(std)
         if isinstance(self.router, GateMLP):
             self.router.init_weights(std, self.options.router_bias)
@@ -89,7 +92,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
             init.constant_(self.router.bias, self.options.router_bias)
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Split what reaches this trip between its own readout and the trips to come."""
+        """Divide the probability of reaching this iteration between stopping here and continuing."""
         h, k = out.hidden, out.trip
         reach = state["reach"] if k else torch.ones_like(widen(h[..., 0]))
         first = {"first": h} if self.blend is not None and not k else {}
@@ -110,13 +113,13 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
         return new
 
     def readout(self, state: TripState) -> Tensor:
-        """The mixture of all latent thoughts, blended with the first by λ."""
+        """The mixture of all thoughts' hidden states, blended by λ with that of the first iteration."""
         return state["hidden"] if self.blend is None else self.blended(state["first"], state["hidden"])
 
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """λ · mean_t Σ_k p^β R_{k+1}, from a sample of the tokens."""
+        """The penalty on continuing, λ · mean_t Σ_k p^β R_{k+1}, measured on a sample of the tokens."""
         executed = [k for k in range(self.trips - 1) if f"reach{k}" in state]
         if not executed or not self.options.penalty:
             return {}
@@ -142,7 +145,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again for every thought, and the router, if no token stops."""
+    """Cost if no token stops: the layers and the router again for every latent thought."""
     width = config.hidden_size
     linear = LatentCotOptions.of(config).router == "linear"
     parameters, flops = (width + 1, 2 * width) if linear else gate_mlp_size(width)

@@ -1,4 +1,6 @@
-"""`loop`: the same stack again.
+"""`loop`: run the same layers several times (a looped transformer).
+
+The next iteration starts from
 
     x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
 
@@ -89,7 +91,7 @@ class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOption
     """Damping δ: the fraction of its update by which an iteration moves the stream; 1 is the plain loop."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse a loop without layers, and options that exclude each other."""
+        """Refuse a prelude and coda that leave no layers to loop, and options that exclude each other."""
         super().check(config)
         self.require("damping", 0 < self.damping <= 1, "lie above 0 and be at most 1")
         if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
@@ -128,7 +130,7 @@ class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOption
 
     @property
     def is_plain(self) -> bool:
-        """Whether trips are nothing but further layers of a plain decoder."""
+        """Whether the options make the loop equal to a plain decoder with more layers."""
         altered = self.injection != "none" or self.norm_between != "none" or self.damping < 1
         stops = self.exits or self.exit_confidence is not None
         return not (altered or self.blends or stops or self.grows or self.kv != "own")
@@ -159,7 +161,7 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
         self.set_step(0)
 
     def init_weights(self, std: float) -> None:
-        """Start with a decay of √(1/5) and B = 1."""
+        """Initialise the diagonal injection with a decay of √(1/5) and B as the identity matrix."""
         super().init_weights(std)
         if self.options.injection == "diagonal":
             init.constant_(self.step_size, math.log(math.expm1(-math.log(DECAY))))  # softplus⁻¹
@@ -178,27 +180,27 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
 
     @classmethod
     def additions(cls, config: DecoderConfig) -> int:
-        """All trips add to one stream, unless a norm between them rescales it."""
+        """The number of iterations that add to one residual stream: all, or 1 if a norm between them rescales it."""
         return cls.trips_of(config) if LoopOptions.of(config).norm_between == "none" else 1
 
     @staticmethod
     def span(config: DecoderConfig) -> tuple[int, int]:
-        """The layers between prelude and coda."""
+        """The looped layers `[start, stop)`: those between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
 
     @classmethod
     def shares(cls, config: DecoderConfig) -> bool:
-        """True if later trips use the first trip's keys and values."""
+        """Whether later iterations use the first iteration's keys and values (`kv: first`)."""
         return LoopOptions.of(config).kv == "first"
 
     @property
     def unrolls(self) -> bool:
-        """True if no option changes what a trip computes."""
+        """Whether the iterations equal further layers of a plain decoder, because no option changes them."""
         return self.options.is_plain
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also compute e's contribution to further trips, which does not depend on the trip."""
+        """Also compute the injection of the loop's input e once, since it is the same for all iterations."""
         new = super().gate(out, state)
         if self.closable and out.trip == 0 and not out.last:
             new["first"] = out.residual
@@ -207,11 +209,12 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
         return new
 
     def forward(self, x: Tensor, *injected: Tensor) -> Tensor:
-        """`merged` if the injection is given, else `injected`. A call of the module, since hooks run only on calls."""
+        """Call `merged` if the injection is given, else `injected`. A call of the module, since hooks run only on
+        calls."""
         return self.merged(x, *injected) if injected else self.injected(x)
 
     def injected(self, entry: Tensor) -> Tensor:
-        """e, or Δ ⊙ B e; `[B, T, hidden_size]`."""
+        """The injection: the loop's input e, or Δ ⊙ B e with `diagonal`, `[B, T, hidden_size]`."""
         if self.options.entry_norm:
             entry = self.entry_norm(entry)
         if self.options.injection == "add":
@@ -219,7 +222,7 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
         return (widen(nn.functional.linear(entry, self.entry_map)) * self._step()).to(entry.dtype)
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The un-normed stream, so that nothing is normed twice; or the stream after the options' changes."""
+        """The next iteration's input: the un-normed residual stream, as changed by damping, a norm or injection."""
         if self.damps:
             return self.damped(x if out.trip else out.entry, out.residual)
         stream = out.hidden if self.options.norm_between == "final" else out.residual
@@ -228,24 +231,26 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
         return self(stream, state["entry"]) if self.injects else stream
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState, trip: int) -> Tensor:
-        """x_K, or the interpolation between g(x_0) and x_K."""
+        """The loop's output: the last iteration's, or with `blend` an interpolation between the first's and
+        the last's."""
         stream = self.opening(x, self.damped(x, stream) if self.damps else stream, trip)
         if self.blend_gates is not None:
             return self.blend_gates(state["first"], stream - state["first"])
         return stream if self.blend is None else self.blended(state["first"], stream)
 
     def damped(self, x: Tensor, stream: Tensor) -> Tensor:
-        """x + δ (g(x) - x), `[B, T, hidden_size]`."""
+        """Damp an iteration from input x to output g(x): x + δ (g(x) - x), `[B, T, hidden_size]`."""
         return torch.lerp(x, stream, self.options.damping)
 
     def merged(self, stream: Tensor, injected: Tensor) -> Tensor:
-        """The input of a further trip, from the stream and the injection, `[B, T, hidden_size]`."""
+        """The next iteration's input: the stream (decayed with `diagonal`) plus the injection, `[B, T,
+        hidden_size]`."""
         if self.options.injection == "diagonal":
             stream = (widen(stream) * self.decay()).to(stream.dtype)
         return stream + injected
 
     def decay(self) -> Tensor:
-        """The diagonal's factor on the stream, `[hidden_size]`."""
+        """The decay factor on the stream with `injection: diagonal`, `[hidden_size]`."""
         return torch.exp(-self._step() * widen(self.rate).exp())
 
     def _step(self) -> Tensor:
@@ -253,8 +258,8 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: every extra trip repeats the looped layers, in FLOPs and, with keys and values of its own, in cache; a
-    token's injection is computed once."""
+    """Cost: every extra iteration repeats the looped layers' FLOPs and, with keys and values of its own, their cache;
+    the injection is computed once per token."""
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)

@@ -1,4 +1,6 @@
-"""The vocabulary mixture: a model's next-token distribution as one input vector.
+"""The vocabulary mixture: the input embeddings averaged by a model's next-token probabilities.
+
+The mixture is
 
     p = softmax(z / temperature),  z = the top_k largest logits (all of them with 0)        μ = Σ_v p_v · U_v
 
@@ -26,7 +28,7 @@ SPARSE = 16
 
 
 def is_sparse(words: int, top_k: int) -> bool:
-    """Whether used words are gathered, given their number."""
+    """Whether the mixture gathers the `top_k` words' embeddings, because they are a small part of the vocabulary."""
     return 0 < top_k < words and words >= SPARSE * top_k
 
 
@@ -44,7 +46,7 @@ def mixture_flops(width: int, words: int, top_k: int, scaled: bool = False) -> t
 
 
 def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
-    """μ for every token, `[B, T, hidden_size]`.
+    """The vocabulary mixture μ for every token, `[B, T, hidden_size]`.
 
     Args:
         hidden: `[B, T, hidden_size]`, the head's input.
@@ -69,19 +71,20 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
 
 
 def _by_words(head: nn.Module, words: int, top_k: int) -> bool:
-    """Whether to sum the words in use: also for a head that is packed or in eight bits, where it is row by row."""
+    """Whether to sum only the embeddings of the `top_k` words; also done for heads that are not `nn.Linear`, such as
+    int8."""
     return is_sparse(words, top_k) or (top_k > 0 and not isinstance(head, nn.Linear))
 
 
 def _chunks(rows: Tensor, words: int) -> Sequence[Tensor]:
-    """Rows in chunks; all at once in an export, where the number of rows is symbolic."""
+    """Split token positions into chunks; not during `torch.export`, where their number is symbolic."""
     if torch.compiler.is_exporting():
         return [rows]
     return rows.split(chunk_rows(len(rows), words, rows.device.type))
 
 
 def probabilities(logits: Tensor, top_k: int, temperature: float) -> Tensor:
-    """Softmax over the `top_k` largest logits; all others are 0."""
+    """Softmax over the `top_k` largest logits; all other probabilities are 0."""
     logits = widen(logits) / temperature
     if top_k:
         chosen, words = logits.topk(top_k)
@@ -104,20 +107,21 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
 
 
 def _sparse(rows: Tensor, head: Callable[[Tensor], Tensor], table: Tensor, top_k: int, temperature: float) -> Tensor:
-    """Without gradients: the sum over the used words."""
+    """The mixture without gradients: a weighted sum over the `top_k` likeliest words only."""
     logits, words = _likeliest(rows, head, len(table), top_k)
     return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
 
 
 def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row, and the indices of their words, `[N, k]`."""
+    """The `top_k` largest logits at each position, and their vocabulary indices, `[N, k]` each."""
     found = [head(x).topk(top_k) for x in _chunks(rows, words)]
     logits, chosen = (torch.cat([one[i] for one in found]) for i in (0, 1))
     return logits, chosen
 
 
 class _Dense(torch.autograd.Function):
-    """μ = p U by whole products: dz = p (dp - Σ p dp) / temperature with dp = dμ Uᵀ."""
+    """The mixture μ = p U by dense matrix products, with gradient dz = p (dp - Σ p dp) / temperature where dp =
+    dμ Uᵀ."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: float) -> Tensor:
@@ -150,7 +154,7 @@ class _Dense(torch.autograd.Function):
 
 
 class _Words(torch.autograd.Function):
-    """μ = Σ_i p_i U[w_i] over the words in use, `words` `[N, k]`: the same equations, word by word."""
+    """The mixture μ = Σ_i p_i U[w_i] over the used words, `words` `[N, k]`, with a sparse backward pass."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, words: Tensor, temperature: float) -> Tensor:
@@ -189,7 +193,7 @@ def _like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
 
 
 def _word_probabilities(rows: Tensor, used: Tensor, temperature: float) -> Tensor:
-    """`[n, D]` and `[n, k, D]` to `[n, k]`."""
+    """Probabilities `[n, k]` of the used words, from hidden states `[n, D]` and the words' head rows `[n, k, D]`."""
     return (widen((used @ rows.unsqueeze(2)).squeeze(2)) / temperature).softmax(-1)
 
 

@@ -1,4 +1,7 @@
-"""`ponder` (PonderingLM): the model reads its own next-token distribution before it predicts.
+"""`ponder` (PonderingLM): the model's next-token distribution is added to its input, several times before it
+predicts.
+
+The recurrence:
 
     μ_{k+1} = softmax(head(h_k)) · αU          x_{k+1} = x_k + μ_{k+1}          loss on the last trip only
 
@@ -65,7 +68,7 @@ FEEDS = ("mixture", "hidden", "projected", "pause")
 
 
 class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
-    """Feeds back a mixture of word embeddings."""
+    """Feeds a mixture of word embeddings back into the layers, or another `feed`."""
 
     options_class = PonderOptions
 
@@ -76,7 +79,7 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
         self.pause = nn.Parameter(torch.empty(width)) if self.options.feed == "pause" else None
 
     def init_weights(self, std: float) -> None:
-        """Draw the projector, and the pause as one more word."""
+        """Initialise the projection, and the pause vector like a word embedding."""
         super().init_weights(std)
         if self.projector is not None:
             init.normal_(self.projector.weight, std=std)
@@ -90,7 +93,8 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
 
     @classmethod
     def additions(cls, config: DecoderConfig) -> int:
-        """All trips add to one stream, if a mixture is fed back; anything else replaces it."""
+        """The number of iterations that add to one stream: all if a mixture is fed back, else 1, as other feeds replace
+        the stream."""
         return cls.trips_of(config) if PonderOptions.of(config).feed == "mixture" else 1
 
     @classmethod
@@ -100,11 +104,11 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
 
     @staticmethod
     def needs_head(config: DecoderConfig) -> bool:
-        """Only if the mixture, which needs logits, is fed back."""
+        """Whether the mixture is fed back, which needs logits."""
         return PonderOptions.of(config).feed == "mixture"
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """x_k + μ_{k+1}, h_k, W h_k or α p."""
+        """The next iteration's input by the option `feed`: x_k + μ_{k+1}, h_k, W h_k or α p."""
         if self.options.feed == "mixture":
             return x + self.opened(mixed(out, self.options))
         if self.pause is not None:
@@ -113,7 +117,7 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: the stack again, and a mixture or a projection if it is fed back."""
+    """Cost of every extra iteration: the layers again, and the mixture or projection that is fed back."""
     feed, width = PonderOptions.of(config).feed, config.hidden_size
     mixtures = mixture_cost(config, visits) if feed == "mixture" else Cost()
     projected = width * width if feed == "projected" else 0

@@ -1,4 +1,7 @@
-"""`ponder2` (PonderLM-2): every token is followed by latent thoughts, each the hidden state of the previous one.
+"""`ponder2` (PonderLM-2): every token is followed by latent thoughts, whose input is the previous thought's hidden
+state.
+
+The recurrence:
 
     x_{t,k+1} = h_{t,k}        (after the final norm; trip k reads every trip of every earlier token: view ALL)
 
@@ -23,7 +26,7 @@ class Ponder2Options(SolverOptions):
 
 
 class Ponder2(Solved[Ponder2Options]):
-    """Feeds back the normed hidden state, and shows every trip to all later tokens."""
+    """Feeds the normed hidden state back, and lets later tokens attend to all iterations of a token."""
 
     options_class = Ponder2Options
     reads = View.ALL

@@ -1,5 +1,7 @@
 """`ponder3` (PonderLM-3): `ponder2` with a router that decides in advance how many latent thoughts a token gets.
 
+The router:
+
     s = softmax(W h_0 + b)        w_k = Σ_{j>=k} s_j        trip k runs iff w_k > τ        readout Σ_k s_k h_k
 
 Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
@@ -71,7 +73,7 @@ class Ponder3Options(SolverOptions, SampleOptions):
 
 
 class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
-    """Feeds back the normed hidden state as often as the router allows."""
+    """Feeds the normed hidden state back for as many latent thoughts as the router allots to a token."""
 
     options_class = Ponder3Options
     reads = View.ALL
@@ -84,7 +86,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
 
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
-        """FLOPs of `prefix_quality`, the only penalty that runs the head."""
+        """FLOPs of the penalty `prefix_quality`, the only one that runs the head; 0 for other penalties."""
         options = Ponder3Options.of(config)
         asks = options.penalty == "prefix_quality" and options.penalty_max > 0
         return super().penalty_flops(config, sequence_length) if asks else 0.0
@@ -101,7 +103,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
 
     @property
     def scheduled(self) -> bool:
-        """The penalty grows, or something else changes."""
+        """Whether the penalty grows over training, or the base class changes something over training."""
         return (self.options.penalty != "none" and self.options.penalty_max > 0) or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
@@ -110,7 +112,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         self.weight.fill_(self.options.penalty_max * ramp(step, *self.options.penalty_steps))
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """s and w from trip 0; then one more term of the readout."""
+        """Compute the router's shares s and weights w at iteration 0; at every iteration, add a term to the readout."""
         h, k = out.hidden, out.trip
         new: TripState = {}
         if k == 0:
@@ -128,7 +130,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         return new
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
-        """log w of the tokens that make the trip."""
+        """The attention bias log w for slots of the tokens that make this iteration."""
         tail = state["tail"][..., trip]
         return tail.where(tail > self.options.tau, 1).log()
 
@@ -139,7 +141,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """λ times the chosen penalty on thoughts."""
+        """The weight λ times the chosen penalty on latent thoughts."""
         kind = self.options.penalty
         if kind == "none" or self.trips == 1 or not self.options.penalty_max:
             return {}
@@ -159,7 +161,8 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
 
     @torch.no_grad()
     def _quality(self, prefix: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
-        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens, without a gradient."""
+        """A sequence's prediction quality, 1 - mean σ(10 (CE - 0.5)), measured on a sample of its tokens without
+        gradient."""
         columns = self.sample(targets.shape[1])
         target = targets[:, columns]
         ce = F.cross_entropy(

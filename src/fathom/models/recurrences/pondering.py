@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolverOptions(RecurrenceOptions):
-    """Rounds of the Jacobi solver, which computes all tokens at once under the view ALL. Decoding needs no solver."""
+    """Options of the Jacobi solver, which computes all tokens at once under the view ALL (tokens attend to all earlier
+    iterations). Decoding needs no solver."""
 
     jacobi_train: list = field(default_factory=lambda: [2, 3])
     """`[least, most]` rounds in training, drawn for every step."""
@@ -71,7 +72,7 @@ class MixtureOptions(RecurrenceOptions):
 
 @dataclass(frozen=True)
 class SampleOptions(RecurrenceOptions):
-    """Options of a penalty that is measured on a part of the tokens."""
+    """Options of a penalty that is measured on a sample of the tokens."""
 
     penalty_token_fraction: float = 0.125
     """Share of the tokens on which the penalty is measured, drawn for every step."""
@@ -92,7 +93,7 @@ ChosenSampled = TypeVar("ChosenSampled", bound=SampleOptions)
 
 
 class Pondering(Recurrence, Generic[Chosen]):
-    """A recurrence whose number of trips is an option."""
+    """Base class of pondering recurrences, whose number of iterations is the option `trips`."""
 
     options_class: type[Chosen]
     """The dataclass of the options."""
@@ -106,7 +107,8 @@ class Pondering(Recurrence, Generic[Chosen]):
         self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The normed hidden state itself, a latent thought: without projection, and without the input."""
+        """The next iteration's input (a latent thought): the normed hidden state, unprojected and not added to the
+        input."""
         return out.hidden
 
     @staticmethod
@@ -116,7 +118,8 @@ class Pondering(Recurrence, Generic[Chosen]):
 
 
 class Solved(Pondering[ChosenSolved]):
-    """A recurrence that needs the Jacobi solver under the view ALL."""
+    """Base class of recurrences that use the Jacobi solver under the view ALL (a token attends to all earlier
+    iterations)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -136,12 +139,12 @@ class Solved(Pondering[ChosenSolved]):
 
     @property
     def scheduled(self) -> bool:
-        """Rounds are drawn, or something else changes."""
+        """Whether Jacobi rounds are drawn for each step, or the base class changes something over training."""
         least, most = self.options.jacobi_train
         return least < most or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Also draw this step's number of rounds, equal on every rank."""
+        """Also draw the number of Jacobi rounds for this step, the same on every rank."""
         super().set_step(step, steps)
         self._draw_rounds(step)
 
@@ -160,7 +163,7 @@ class Solved(Pondering[ChosenSolved]):
 
 
 class Sampled(Pondering[ChosenSampled]):
-    """A recurrence whose penalty is measured on a sample of the tokens, so that the head runs on few of them."""
+    """Base class of recurrences whose penalty runs the head, on a sample of the tokens only."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)
@@ -174,17 +177,17 @@ class Sampled(Pondering[ChosenSampled]):
 
     @property
     def scheduled(self) -> bool:
-        """A sample is drawn, or something else changes."""
+        """Whether a sample is drawn for each step, or the base class changes something over training."""
         return self.every > 1 or super().scheduled
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw another sample, equal on every rank."""
+        """Draw the sample of tokens for this step, the same on every rank."""
         super().set_step(step, steps)
         self.first.fill_(draw(self.options.seed, step, "tokens") % (1 << 32))
 
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
-        """FLOPs of the head on the sample, after every trip but the last, without a gradient."""
+        """Forward FLOPs of the head on the sampled tokens, after every iteration but the last."""
         every = sample_every(SampleOptions.of(config).penalty_token_fraction)
         share = sample_size(sequence_length, every) / sequence_length
         return (cls.trips_of(config) - 1) * share * head_flops(config)
@@ -204,7 +207,7 @@ class GateMLP(nn.Module):
         self.down = nn.Linear(4 * width, 1)
 
     def init_weights(self, std: float, bias: float) -> None:
-        """Start near a constant logit: a bias, and a small last weight."""
+        """Initialise the MLP to give a nearly constant logit: a bias, and a last layer with small weights."""
         init.normal_(self.up.weight, std=std)
         init.zeros_(self.up.bias)
         init.normal_(self.down.weight, std=0.1 * std)
@@ -216,12 +219,12 @@ class GateMLP(nn.Module):
 
 
 def gate_mlp_size(width: int) -> tuple[int, int]:
-    """Parameters of a `GateMLP`, and FLOPs of a token."""
+    """The number of parameters of a `GateMLP`, and its FLOPs per token."""
     return 4 * width * width + 8 * width + 1, 8 * width * width + 8 * width
 
 
 def sample_every(fraction: float) -> int:
-    """The sample takes one token in this many."""
+    """The spacing of sampled tokens: one token in this many is in the sample."""
     return max(1, round(1 / fraction))
 
 
@@ -231,14 +234,15 @@ def sample_size(length: int, every: int) -> int:
 
 
 def mixed(out: Out, options: MixtureOptions) -> Tensor:
-    """The vocabulary mixture μ of a trip's output at the scale of the embeddings, `[B, T, hidden_size]`."""
+    """The vocabulary mixture μ of an iteration's output, at the scale of the input embeddings, `[B, T,
+    hidden_size]`."""
     head, table = out.tables
     gain = out.embedding_scale * options.mixture_gain
     return mixture(out.hidden, head, table, options.top_k, options.temperature) * gain
 
 
 def mixture_cost(config: DecoderConfig, visits: Sequence[Visit]) -> Cost:
-    """Cost of a mixture after every trip but the last."""
+    """Cost of a vocabulary mixture after every iteration but the last."""
     top_k, scaled = MixtureOptions.of(config).top_k, is_scaled(config)
     forward, step = mixture_flops(config.hidden_size, config.vocab_size, top_k, scaled)
     made = visits[-1].trip
@@ -246,7 +250,7 @@ def mixture_cost(config: DecoderConfig, visits: Sequence[Visit]) -> Cost:
 
 
 def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:
-    """Adds the term q_k h_k to Σ_k q_k h_k.
+    """Add iteration k's term q_k h_k to the readout Σ_k q_k h_k.
 
     Args:
         before: The sum so far, `[B, T, hidden_size]`; None before the first term.
@@ -276,7 +280,7 @@ def trips_cost(
 
 
 def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: str) -> Tensor:
-    """The mean of the lowest fraction of the values, times the number of valid tokens, by row or over the batch.
+    """The mean of the lowest fraction of values, per sequence or over the batch, times the number of valid tokens.
 
     Args:
         values: `[B, T, n]`
@@ -293,7 +297,7 @@ def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: 
 
 
 def ramp(now: float, start: float, stop: float) -> float:
-    """A share that rises linearly from 0 at `start` to 1 at `stop`."""
+    """A factor that rises linearly from 0 at `start` to 1 at `stop`."""
     if now >= stop:
         return 1.0
     return 0.0 if now <= start else (now - start) / (stop - start)
