@@ -157,8 +157,8 @@ class SafetensorsStore:
         return self.origin.read(info.file, info.start, info.stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
-        """A tensor's rows in the given half-open ranges (all by default); 8-bit weights are multiplied by
-        their scales."""
+        """A tensor's rows in the given half-open ranges (all by default); 8-bit weights are multiplied by their
+        scales."""
         info = self.tensors[name]
         if info.dtype not in FLOATS:
             raise ModelError(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")

@@ -104,8 +104,8 @@ def cached(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _positions(model: PreTrainedModel, positions: Tensor) -> dict[str, Tensor]:
-    """The `position_ids` to pass to a transformers class; empty for Fathom, which derives positions from the
-    mask. `generate` makes them for both."""
+    """The `position_ids` to pass to a transformers class; empty for Fathom, which derives positions from the mask.
+    `generate` makes them for both."""
     return {} if isinstance(model, FathomForCausalLM) else {"position_ids": positions}
 
 

@@ -188,8 +188,8 @@ mix.register_autograd(_back, setup_context=_keep)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """Transpose `[B, H, T, D]` to contiguous `[B, T, H, D]`: projections have this layout, so there is usually
-    no copy."""
+    """Transpose `[B, H, T, D]` to contiguous `[B, T, H, D]`: projections have this layout, so there is usually no
+    copy."""
     return x.transpose(1, 2).contiguous()
 
 

@@ -212,8 +212,8 @@ def norm_rotate_mix_backward(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    """Backward kernel, for a tile of rows: the gradients of the mix and, adding attention's, of the raw query
-    and key."""
+    """Backward kernel, for a tile of rows: the gradients of the mix and, adding attention's, of the raw query and
+    key."""
     HALF: tl.constexpr = WIDTH // 2
     number = tl.program_id(0).to(tl.int64)
     row, _, live, inside, at = tile(number, rows, TALL, WIDTH)

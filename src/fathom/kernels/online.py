@@ -47,8 +47,7 @@ def absorb(top, total, sum_, score, term):
 @triton.jit
 def through_values(values, weights, of_values, d, row, live, inside, at, rows):
     """Backward of a mix Σ α_j v_j with gradient `d`, up to its weights: returns Σ α_j g_j and the tuple of all g_j = d
-    · v_j. The
-    gradients of the values are stored on the way."""
+    · v_j. The gradients of the values are stored on the way."""
     mean = tl.zeros(live.shape, d.dtype)
     gains = ()
     for j in tl.static_range(len(values)):

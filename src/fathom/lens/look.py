@@ -1,9 +1,9 @@
 """What a model computes for a text: the layers from which attention's values were mixed, and the prediction at each
 depth.
 
-Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure
-its weights with that. Hooks on the layers read the residual stream after every visit (one layer
-in one trip) and send it through the model's last norm and head (the logit lens).
+Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure its weights with
+that. Hooks on the layers read the residual stream after every visit (one layer in one iteration) and send it through
+the model's last norm and head (the logit lens).
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Averages:
 
 @dataclass(frozen=True)
 class LensData:
-    """One model and one text. A *visit* is one layer in one trip; arrays have an axis of visits, then one of tokens."""
+    """One model and one text. A *visit* is one layer in one iteration; arrays have an axis of visits, then one of
+    tokens."""
 
     model: str
     mechanism: str
@@ -124,7 +125,7 @@ class LensData:
 
     @property
     def halts(self) -> bool:
-        """Whether some token made fewer trips than another."""
+        """Whether some token made fewer iterations than another."""
         return len(set(self.trips)) > 1
 
     def averages(self) -> Averages:
@@ -279,7 +280,8 @@ def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | No
 
 
 def stages_of(model: FathomForCausalLM, trips: int) -> int:
-    """How many trips pass the layers in one call: under the view ALL the slots go through the stack side by side."""
+    """How many iterations pass the layers in one call: under the view ALL the slots go through the stack side by
+    side."""
     return 1 if model.model.recurrence.view.depth_parallel else trips
 
 
@@ -292,7 +294,8 @@ def record(
     max_trips: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One forward pass, of which `says` records every visit and the readout; returns the trips of each token, `[T]`.
+    """One forward pass, of which `says` records every visit and the readout; returns the iterations of each token,
+    `[T]`.
 
     Args:
         model: The model.

@@ -187,8 +187,8 @@ class FathomConfig(DecoderConfig):
     @property
     def rereads(self) -> bool:
         """Whether generation recomputes the cache when rotary angles change with length, since cached keys have the old
-        angles. The classes of Phi-3 and PhiMoE do. Those of other families keep the cached keys, and so does
-        a model without mechanisms, which equals them."""
+        angles. The classes of Phi-3 and PhiMoE do. Those of other families keep the cached keys, and so does a model
+        without mechanisms, which equals them."""
         depth = any(getattr(self, axis) != DEFAULTS[axis] for axis in AXES)
         return self.rope_stretches and (depth or self.native.get("model_type") in ("phi3", "phimoe"))
 

@@ -148,7 +148,7 @@ def _passes(config: FathomConfig, rounds: int) -> list[int]:
 
 
 def _stages(config: FathomConfig, rounds: int) -> list[int]:
-    """The number of trips that each pass of the Jacobi solver holds side by side; empty without the solver."""
+    """The number of iterations that each pass of the Jacobi solver holds side by side; empty without the solver."""
     recurrence = recurrence_class(config)
     trips = recurrence.trips_of(config)
     if recurrence.sees(config).depth_parallel or trips == 1:
@@ -208,12 +208,12 @@ def _linear_flops(config: FathomConfig) -> float:
 
 
 def as_decoded(config: FathomConfig) -> FathomConfig:
-    """The configuration for decoding, with the trips that `max_trips` allows; training makes all trips."""
+    """The configuration for decoding, with the iterations that `max_trips` allows; training makes all iterations."""
     return config if config.max_trips is None else _of_trips(config, config.max_trips)
 
 
 def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
-    """The configuration with another number of trips, if trips are an option."""
+    """The configuration with another number of iterations, if iterations are an option."""
     if "trips" not in config.recurrence_options:
         return config
     other = copy.copy(config)

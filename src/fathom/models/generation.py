@@ -74,7 +74,7 @@ class FathomGenerationMixin(GenerationMixin):
         Args:
             inputs: See transformers.
             generation_config: See transformers.
-            draft_trips: Draft with this many first trips and verify with the rest (`speculation.py`).
+            draft_trips: Draft with this many first iterations and verify with the rest (`speculation.py`).
             draft_tokens: Initial number of tokens per draft.
             speculation: Replaces these two options; afterwards holds the counts of drafted and accepted tokens.
             kwargs: See transformers.

@@ -124,9 +124,8 @@ class StrictLoading(PreTrainedModel):
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> Any:
-        """Open a checkpoint of Fathom or, if the package `fathom` is installed, of any family that it
-        supports. `mixer=`, `residual=` and
-        `recurrence=` add mechanisms to it.
+        """Open a checkpoint of Fathom or, if the package `fathom` is installed, of any family that it supports.
+        `mixer=`, `residual=` and `recurrence=` add mechanisms to it.
 
         This is stricter than transformers, which initialises missing tensors at random. A decoder tensor that is
         missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism

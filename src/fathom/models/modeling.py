@@ -129,16 +129,15 @@ class Attention(CachedAttention):
         **kwargs: object,
     ) -> tuple[Any, ...]:
         """Returns attention's output, its weights (or None, depending on the backend), and the new tokens' key and
-        mixed value. Where mixers
-        score un-rotated keys, the un-rotated key comes before these two.
+        mixed value. Where mixers score un-rotated keys, the un-rotated key comes before these two.
 
         Queries, keys and values are projections of `hidden_states`. With `others`, keys are projections of its first
         tensor and values of its second. With `lent`, its two tensors are all keys and values, and none are projected.
-        `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read in addition
-        to the new ones, or instead of them where `alive` (`[B, 1, T, 1]`) is False. `key_bias` (`[B, T]`) is added to
-        the logit of every query that reads the slot. `backend` is the attention backend. The walk reads it from the
-        configuration once for all layers, because reading a field of a configuration takes as long as a small matrix
-        product.
+        `earlier` holds keys and values of the same tokens' earlier iterations through this layer. They are read in
+        addition to the new ones, or instead of them where `alive` (`[B, 1, T, 1]`) is False. `key_bias` (`[B, T]`) is
+        added to the logit of every query that reads the slot. `backend` is the attention backend. The walk reads it
+        from the configuration once for all layers, because reading a field of a configuration takes as long as a small
+        matrix product.
         """
         shape = hidden_states.shape[:-1]
         if isinstance(lent, tuple):
@@ -551,7 +550,7 @@ class FathomModel(FathomPreTrainedModel):
         return (torch.arange(length, device=x.device) + seen).unsqueeze(0)
 
     def plan_of(self, trips: int) -> Plan:
-        """The visits of `trips` trips."""
+        """The visits of `trips` iterations."""
         if trips not in self.plans:
             self.plans[trips] = plan(self.config, trips)
         return self.plans[trips]
@@ -709,7 +708,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             logits_to_keep: Compute logits only for this many last positions; 0 for all.
             return_logits: Whether to compute logits in addition to a loss; by default only outside training.
             num_items_in_batch: Targets of the whole batch, if this forward pass is a part of it.
-            max_trips: Maximum trips per token, up to the number that the model was trained for.
+            max_trips: Maximum iterations per token, up to the number that the model was trained for.
             return_token_losses: Return the loss of every position, without a gradient, instead of the mean.
             kwargs: `shift_labels` (labels that are already shifted), and arguments of the attention backend.
         """
@@ -778,8 +777,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         num_items_in_batch: Tensor | int | None,
         balance: Tensor | None,
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-        """Returns the loss, the named terms that recurrence and routers add to it in training, and the
-        metrics to log."""
+        """Returns the loss, the named terms that recurrence and routers add to it in training, and the metrics to
+        log."""
         recurrence = self.model.recurrence
         aux: dict[str, Tensor] = {}
         weighted = recurrence.weighted_readouts(state) if self.training else None

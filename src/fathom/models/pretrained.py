@@ -75,8 +75,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     def _can_set_experts_implementation(self) -> bool:  # asked of models, not of classes
-        """Whether transformers can set an experts implementation, answered by the family's own class for
-        hosted models."""
+        """Whether transformers can set an experts implementation, answered by the family's own class for hosted
+        models."""
         if not self.config.host:
             return bool(super()._can_set_experts_implementation())
         return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())

@@ -1,4 +1,7 @@
-"""A layer's two sub-layers, each between a read and a write of the residual: Fathom's own layer and a family's alike.
+"""The order in which a layer's two sub-layers read from and write to the residual, for Fathom's layers and hosted
+ones.
+
+The orders:
 
     in turn     s ← write(s, mix_tokens(read(s)));  s ← write(s, mix_channels(read(s)))
     at once     both read s, then both write; GPT-NeoX rounds the sum of both updates first (`sum`)
@@ -22,7 +25,7 @@ Order = Callable[[Any, ResidualState, int, Mapping[str, Any]], ResidualState]
 
 
 class Sublayers:
-    """Mixed into a layer's class, which has `mix_tokens` and `mix_channels`."""
+    """Mixin for decoder layers, which must have the methods `mix_tokens` and `mix_channels`."""
 
     before: tuple[str | None, str | None]
     """The norms of the sub-layers' inputs, by the names of the layer's modules."""
@@ -36,7 +39,7 @@ class Sublayers:
     _modules: dict[str, Any]
 
     def normed(self, name: str | None, x: Tensor) -> Tensor:
-        """`x` after a norm; None for no norm."""
+        """Apply the layer's norm of this name to `x`; if the name is None, return `x`."""
         return x if name is None else self._modules[name](x)
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -45,7 +48,7 @@ class Sublayers:
 
 
 def order_of(layer: nn.Module, parallel: str) -> Order:
-    """How a layer's sub-layers follow one another; its residuals are in place.
+    """The function that runs a layer's sub-layers in the right order; the layer must have its residuals already.
 
     Args:
         layer: The layer.
@@ -72,7 +75,7 @@ def in_turn(layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any
 
 
 def summed(layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any]) -> ResidualState:
-    """One plain stream takes the sum of both updates."""
+    """Run attention and MLP in parallel on one plain residual stream, to which the sum of both updates is added."""
     if type(layer.attn_residual) is not Residual or type(layer.mlp_residual) is not Residual:  # replaced since
         return at_once(layer, state, trip, given, rounded=True)
     (read, write), (read_mlp, _) = ways(layer.attn_residual), ways(layer.mlp_residual)
@@ -85,7 +88,8 @@ def summed(layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any]
 def at_once(
     layer: Any, state: ResidualState, trip: int, given: Mapping[str, Any], rounded: bool = False
 ) -> ResidualState:
-    """Two reads of one state, then two writes; `rounded` adds the sum of both to a state that is a stream."""
+    """Run attention and MLP in parallel: both read the same state, then both write; with `rounded`, a plain stream gets
+    the sum of both updates."""
     attn, mlp = residuals(layer, trip)
     (read, write), (read_mlp, write_mlp) = ways(attn), ways(mlp)
     x, state, context = read(state)

@@ -221,8 +221,8 @@ def _class_of(kind: object) -> object:
 
 
 def configuration(theirs: Values) -> Values:
-    """The values of Fathom's configuration for a `config.json`, which is kept whole in `native` for the layers
-    to read."""
+    """The values of Fathom's configuration for a `config.json`, which is kept whole in `native` for the layers to
+    read."""
     kind, here = str(theirs["model_type"]), transformers.__version__
     if (first := SINCE.get(kind)) is not None and tuple(map(int, here.split(".")[:2])) < first:
         raise ValueError(f"{kind} models need transformers {'.'.join(map(str, first))} or newer, and here is {here}")

@@ -195,10 +195,9 @@ class BlendedMixer(Blended, ValueMixer):
 
 
 class BlendedResidual(Blended, Residual):
-    """Base class of residuals with a blending weight λ; list it before the mechanism's own class among the
-    bases. While λ may be below 1, the state
-    begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads. With
-    learned gates it reads (1 + g) x + λ h."""
+    """Base class of residuals with a blending weight λ; list it before the mechanism's own class among the bases. While
+    λ may be below 1, the state begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the
+    mechanism reads. With learned gates it reads (1 + g) x + λ h."""
 
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)

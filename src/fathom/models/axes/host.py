@@ -1,7 +1,7 @@
 """Copy numbers from the accelerator to CPU memory. Each read waits for the device, so all of them go through this
 function.
 
-If tokens halt, the host needs the number of continuing tokens to size the next trip: one read per trip.
+If tokens halt, the host needs the number of continuing tokens to size the next iteration: one read per iteration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The base classes of mechanisms (mixer, residual, recurrence), and what a mechanism must declare.
 
 Each base class *is* the first value of its axis: a `ValueMixer` that mixes nothing, a `Residual` that adds, a
-`Recurrence` that makes one trip. A mechanism subclasses one of them in its own file, which ends with one `Mechanism`.
-The decoder in `modeling.py` knows only these classes, no mechanism.
+`Recurrence` that makes one iteration. A mechanism subclasses one of them in its own file, which ends with one
+`Mechanism`. The decoder in `modeling.py` knows only these classes, no mechanism.
 
 State is functional: methods return new tensors and mutate nothing. A list that is changed inside a layer would break
 activation checkpointing and FSDP2 without an error.
@@ -154,7 +154,7 @@ class RecurrenceOptions(MechanismOptions):
     pass: less memory, the same gradients."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse fewer than one trip."""
+        """Refuse fewer than one iteration."""
         super().check(config)
         self.require("trips", self.trips >= 1, "be at least 1")
 
@@ -348,10 +348,10 @@ class Residual(MechanismModule):
         return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """The initial state of a trip.
+        """The initial state of an iteration.
 
         Args:
-            embeddings: `[B, T, hidden_size]`; in a later trip, the trip's input.
+            embeddings: `[B, T, hidden_size]`; in a later iteration, the iteration's input.
         """
         return (embeddings,)
 
@@ -371,8 +371,7 @@ class Residual(MechanismModule):
 
     def gained(self, ways: Ways) -> Ways:
         """The inputs of the query, key and value projections after the layer's norm; a residual may apply a gain to
-        each. Called
-        without hooks, so parameters belong to modules inside this one."""
+        each. Called without hooks, so parameters belong to modules inside this one."""
         return ways
 
     def stream_weights(self) -> Mapping[int, float] | None:
@@ -435,12 +434,12 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def training_trips(cls, config: DecoderConfig) -> tuple[int, int]:
-        """The minimum and maximum trips of a training step; the number is drawn uniformly."""
+        """The minimum and maximum iterations of a training step; the number is drawn uniformly."""
         return cls.trips_of(config), cls.trips_of(config)
 
     @classmethod
     def training_shares(cls, config: DecoderConfig) -> dict[int, float]:
-        """The share of training steps with each number of trips."""
+        """The share of training steps with each number of iterations."""
         least, most = cls.training_trips(config)
         return dict.fromkeys(range(least, most + 1), 1 / (most - least + 1))
 
@@ -457,12 +456,13 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def most_trips(cls, config: DecoderConfig) -> int:
-        """The maximum number of trips that a forward pass may request: the number that the weights were trained for."""
+        """The maximum number of iterations that a forward pass may request: the number that the weights were trained
+        for."""
         return cls.training_trips(config)[1]
 
     @classmethod
     def additions(cls, config: DecoderConfig) -> int:
-        """Number of trips accumulated in one residual stream; `output_init=depth` divides the initial standard
+        """Number of iterations accumulated in one residual stream; `output_init=depth` divides the initial standard
         deviation by its square root."""
         return 1
 
@@ -473,12 +473,12 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def stops(cls, config: DecoderConfig) -> bool:
-        """Whether tokens may stop before the last trip."""
+        """Whether tokens may stop before the last iteration."""
         return cls.halts
 
     @staticmethod
     def span(config: DecoderConfig) -> tuple[int, int]:
-        """The layers `[start, stop)` that every trip visits; layers outside are visited once, before or after."""
+        """The layers `[start, stop)` that every iteration visits; layers outside are visited once, before or after."""
         return 0, config.num_hidden_layers
 
     @classmethod
@@ -505,12 +505,12 @@ class Recurrence(MechanismModule):
 
     @property
     def slotted(self) -> bool:
-        """Whether trips read one another or tokens halt, so that a cache must hold slots."""
+        """Whether iterations read one another or tokens halt, so that a cache must hold slots."""
         return self.view is not View.SAME or self.halts
 
     def way(self, trips: int, packs: bool) -> Way:
-        """The way in which a forward pass runs `trips` iterations; `packs` says whether it may leave halted
-        tokens out."""
+        """The way in which a forward pass runs `trips` iterations; `packs` says whether it may leave halted tokens
+        out."""
         if not self.slotted:
             return Way.ONCE if type(self) is Recurrence else Way.LENDING if self.lends else Way.BANKED
         if self.view is View.ALL and trips > 1:
@@ -523,22 +523,22 @@ class Recurrence(MechanismModule):
         return False
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The next trip's input, `[B, T, hidden_size]`.
+        """The next iteration's input, `[B, T, hidden_size]`.
 
         Args:
-            x: This trip's input, `[B, T, hidden_size]`.
-            out: This trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
-            state: The state that `gate` returned after this trip.
+            x: This iteration's input, `[B, T, hidden_size]`.
+            out: This iteration's output: `out.hidden` is normed, `[B, T, hidden_size]`.
+            state: The state that `gate` returned after this iteration.
         """
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """The entries of the state that change after an iteration, tensors `[B, T, ...]`. By default the last trip's
-        output is kept.
+        """The entries of the state that change after an iteration, tensors `[B, T, ...]`. By default the last
+        iteration's output is kept.
 
         Args:
-            out: The trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
-            state: The state after the previous trip; empty before the first.
+            out: The iteration's output: `out.hidden` is normed, `[B, T, hidden_size]`.
+            state: The state after the previous iteration; empty before the first.
         """
         return {"hidden": out.hidden}
 
@@ -547,10 +547,10 @@ class Recurrence(MechanismModule):
         under the view ALL.
 
         Args:
-            stream: The output of the span's last layer in the last trip, `[B, T, hidden_size]`.
-            x: The input of that trip.
-            state: The state after the previous trip.
-            trip: That trip, counted from 0.
+            stream: The output of the span's last layer in the last iteration, `[B, T, hidden_size]`.
+            x: The input of that iteration.
+            state: The state after the previous iteration.
+            trip: That iteration, counted from 0.
         """
         return stream
 

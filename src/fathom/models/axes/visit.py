@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Visit:
-    """One layer in one trip."""
+    """One layer in one iteration."""
 
     index: int
     """Position in the whole plan, the unrolled depth."""
@@ -60,7 +60,7 @@ class Out:
 
     @property
     def entry(self) -> Tensor:
-        """The input of the recurrence's `entry_layer` in the first trip, `[B, T, hidden_size]`."""
+        """The input of the recurrence's `entry_layer` in the first iteration, `[B, T, hidden_size]`."""
         if self._entry is None:
             raise ValueError("only the first trip has an entry, and only if the recurrence sets entry_layer")
         return self._entry

@@ -48,9 +48,8 @@ def attention_flops(config: DecoderConfig, layer: int, sequence_length: int) -> 
 
 
 def keys_read(config: DecoderConfig, layer: int, sequence_length: int) -> float:
-    """The number of keys to which a token attends in one layer, averaged over the positions of a causal
-    sequence. A layer with a sliding
-    window reads only its window."""
+    """The number of keys to which a token attends in one layer, averaged over the positions of a causal sequence. A
+    layer with a sliding window reads only its window."""
     keys, window = (sequence_length + 1) / 2, config.sliding_window
     if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
         keys = window - window * (window - 1) / (2 * sequence_length)

@@ -21,8 +21,8 @@ def attend_capped(
     dropout: float = 0.0,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor]:
-    """An attention function with transformers' arguments; returns the output `[B, T, H, D]` and weights `[B, H,
-    T, N]`."""
+    """An attention function with transformers' arguments; returns the output `[B, T, H, D]` and weights `[B, H, T,
+    N]`."""
     keys, values = (repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     logits = torch.matmul(query, keys.transpose(2, 3)) * scaling
     logits = torch.tanh(logits / softcap) * softcap

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 class KeepsLogits:
     """Mixin for routers: keeps the router's logits of a forward pass until the layer takes them, immediately
-    afterwards. A layer
-    that is recomputed returns them again, and nothing is counted twice."""
+    afterwards. A layer that is recomputed returns them again, and nothing is counted twice."""
 
     logits: Tensor | None = None
 

@@ -64,8 +64,8 @@ class Handover:
         return cast(KeyValue, self.pair)
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> KeyValue:
-        """Pass key and value on unchanged, in place of a cache's `update`: mixing needs the query, which
-        comes later."""
+        """Pass key and value on unchanged, in place of a cache's `update`: mixing needs the query, which comes
+        later."""
         return key, value
 
     def get_seq_length(self, *args: Any) -> int:

@@ -1,7 +1,7 @@
 """A family's own layer inside Fathom's decoder: its norms and sub-layers run between a residual's `read` and `write`.
 
-Its attention runs unchanged. Where a mixer, halted tokens or earlier trips need its queries, keys and values, they meet
-it in the attention function, after projections, norms and rotation (`handover.py`).
+Its attention runs unchanged. Where a mixer, halted tokens or earlier iterations need its queries, keys and values, they
+meet it in the attention function, after projections, norms and rotation (`handover.py`).
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class LatentHandover(Handover):
         return key[:, :, :1], value[:, :, :1]
 
     def store(self, module: Any, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
-        """Mix and store the latent; returns the keys and values of all heads, expanded from the latents that
-        are read."""
+        """Mix and store the latent; returns the keys and values of all heads, expanded from the latents that are
+        read."""
         read = super().store(module, query, key, value)
         pairs = zip(self.earlier[::2], self.earlier[1::2], strict=True)
         self.earlier = tuple(one for pair in pairs for one in expanded(module, *pair))

@@ -1,8 +1,8 @@
 """The loss that balances the load of experts, computed per loop iteration: a family's own, or Qwen3-MoE's for Fathom's
 layers.
 
-Over the visits of all trips pooled it would be blind: a first trip that sends everything to one expert and a second
-that sends everything to another balance each other.
+Over the visits of all iterations pooled it would be blind: a first iteration that sends everything to one expert and a
+second that sends everything to another balance each other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Router(Made, KeepsLogits):
 
 @dataclass(frozen=True)
 class Balance:
-    """The loss of one trip."""
+    """The loss of one iteration."""
 
     function: Callable[..., Tensor]
     """The family's, which wants logits `[tokens, experts]` by layer, experts, choices and a mask."""
@@ -45,8 +45,7 @@ class Balance:
 
     def __call__(self, logits: Sequence[Tensor], mask: Tensor | None) -> Tensor:
         """The balancing loss and the `load`, stacked, from the router logits `[B, T, experts]` of all layers with a
-        router. `mask` `[B, T]`
-        says which tokens count, and at least one does."""
+        router. `mask` `[B, T]` says which tokens count, and at least one does."""
         flat = tuple(one.flatten(0, 1) for one in logits)
         loss = self.coefficient * self.function(flat, flat[0].shape[-1], self.top_k, mask)
         return torch.stack((loss, self.load(torch.stack(flat).detach(), mask).to(loss.dtype)))

@@ -25,7 +25,7 @@ Angles = Any
 
 @dataclass
 class TurnedHandover(Handover):
-    """One layer in one trip. The walk gets the key that mixers score before key and value."""
+    """One layer in one iteration. The walk gets the key that mixers score before key and value."""
 
     angles: Angles = None
     """The angles by which the layer has rotated queries and keys; None if it has not."""
@@ -95,8 +95,8 @@ def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x
 
 
 def of_both(turn: Callable[..., Any]) -> Callable[..., Any]:
-    """A family's rotary function for queries and keys together, also if its own takes one tensor at a time
-    (Gemma 4)."""
+    """A family's rotary function for queries and keys together, also if its own takes one tensor at a time (Gemma
+    4)."""
     _, second, *_ = inspect.signature(turn).parameters
     return partial(each, turn) if second == "cos" else turn
 
@@ -113,8 +113,7 @@ def turning(layers: Iterable[nn.Module]) -> bool:
 
 def tried(layer: Hosted, angles: Angles, x: Tensor) -> tuple[torch.Size, bool]:
     """The shape of a layer's key, and whether the layer rotates it, which is so if it has a gradient with respect to
-    the angles.
-    On the meta device too, where numbers are not known."""
+    the angles. On the meta device too, where numbers are not known."""
     part: Any = layer._modules[layer.parts[0]]
     name, allowed = takes(type(part))
     part.eval()  # with dropout it would draw numbers, and other initial weights would follow

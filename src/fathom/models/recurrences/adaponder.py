@@ -4,22 +4,23 @@ The gates:
 
     σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
 
-A halted token keeps the keys, values and output of its last trip, which later trips of other tokens read. The gate
-multiplies the update, so cutting it at τ changes almost nothing, and training needs no gradient estimator for the cut.
+A halted token keeps the keys, values and output of its last iteration, which later iterations of other tokens read. The
+gate multiplies the update, so cutting it at τ changes almost nothing, and training needs no gradient estimator for the
+cut.
 
 The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
 `penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so the penalty has no gradient once a share q
-of all gates is closed: q sets the share of further trips to save.
+of all gates is closed: q sets the share of further iterations to save.
 
-`halting` names the arms by which the paper argues: `shared` is one MLP for all trips, `uniform` and `geometric` fix the
-share of tokens that make trip k, with s = `kept` the share that makes the last of K further trips:
+`halting` names the arms by which the paper argues: `shared` is one MLP for all iterations, `uniform` and `geometric`
+fix the share of tokens that make iteration k, with s = `kept` the share that makes the last of K further iterations:
 
     uniform     1 - (1 - s) k / K          geometric     s^(k/K)
 
-There σ = 1, nothing is learned and nothing penalised. Who makes trip k depends on the token's position t alone: those
-with frac(t φ) below the share, φ the golden ratio, which spreads any share evenly over the text.
+There σ = 1, nothing is learned and nothing penalised. Who makes iteration k depends on the token's position t alone:
+those with frac(t φ) below the share, φ the golden ratio, which spreads any share evenly over the text.
 
-With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
+With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every iteration repeats the first one, whatever the gates say.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """`exit_confidence`: a token halts once its most likely next token is probable enough. `fathom deepen --exit` sets it.
 
-With z_k the logits of a token after trip k, and τ the option:
+With z_k the logits of a token after iteration k, and τ the option:
 
-    c_k = max_v softmax(z_k)_v          the token halts after the first trip with c_k ≥ τ, or after the last
+    c_k = max_v softmax(z_k)_v          the token halts after the first iteration with c_k ≥ τ, or after the last
 
-A halted token is computed no more, and its readout is that of its last trip. Trip k of a later token reads the keys and
-values which the halted token made in its last trip, min(k, halt): the rule of the view SAME, in one forward pass over a
-text as in decoding. Training makes all trips.
+A halted token is computed no more, and its readout is that of its last iteration. Iteration k of a later token reads
+the keys and values which the halted token made in its last iteration, min(k, halt): the rule of the view SAME, in one
+forward pass over a text as in decoding. Training makes all iterations.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
 The loss:
 
-    loss + w · mean over the trips k before the last of CE(head(norm(r_k)))
+    loss + w · mean over the iterations k before the last of CE(head(norm(r_k)))
 
-The readout after trip k equals that of the model with `max_trips=k + 1`. Off by default.
+The readout after iteration k equals that of the model with `max_trips=k + 1`. Off by default.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """`exit`: a gate that chooses for each token the iteration whose prediction is used (Ouro). Off by default.
 
-With h_k the readout after trip k, counted from 0, K the last trip, and CE_k the cross-entropy of h_k:
+With h_k the readout after iteration k, counted from 0, K the last iteration, and CE_k the cross-entropy of h_k:
 
     λ_k = σ(w · h_k + b)          p_k = λ_k Π_{j<k} (1 - λ_j),  p_K = Π_{j<K} (1 - λ_j)
 
-    read out      h_k of the first k with p_0 + … + p_k ≥ `exit_threshold`; the last trip's with a threshold of 1
+    read out      h_k of the first k with p_0 + … + p_k ≥ `exit_threshold`; the last iteration's with a threshold of 1
     joint         loss = Σ_k p_k CE_k - β H(p)
     gate          loss = CE_K + mean over k ≥ 1 of BCE(1 - λ_k, w_k)       w_k = σ(50 (max(0, CE_{k-1} - CE_k) - 0.005))
 
 `joint` trains everything; `gate` is for a model whose other weights are frozen, and its targets w_k get no gradient.
 
-All trips of all tokens are made, because later tokens read the keys and values of each trip. So a threshold changes
-what is read out and not what it costs, and decoding equals prefill.
+All iterations of all tokens are made, because later tokens read the keys and values of each iteration. So a threshold
+changes what is read out and not what it costs, and decoding equals prefill.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ExitGate(Recurrence):
     @classmethod
     def penalty_flops(cls, config: DecoderConfig, sequence_length: int) -> float:
         """FLOPs that training adds for the head after every iteration. With `joint` forward, recomputation and backward
-        replace those of the last trip; with `gate` only forward passes are added."""
+        replace those of the last iteration; with `gate` only forward passes are added."""
         options = ExitOptions.of(config)
         heads = {"none": 0, "joint": 4 * options.trips - 3, "gate": options.trips}[options.exit]
         return super().penalty_flops(config, sequence_length) + heads * head_flops(config)
@@ -163,7 +163,7 @@ def threshold_for(probabilities: Tensor, trips: float) -> float:
 
     Args:
         probabilities: p_k of held-out tokens, `[tokens, trips]`; its rows add up to 1.
-        trips: The mean, the first trip included, between 1 and the number of trips.
+        trips: The mean, the first iteration included, between 1 and the number of iterations.
     """
     if not 1 <= trips <= probabilities.shape[1]:
         raise ValueError(f"trips must lie in 1..{probabilities.shape[1]}, got {trips}")

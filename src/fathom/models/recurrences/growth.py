@@ -5,12 +5,13 @@ With s of S steps made, K the option `trips`, a = `growth_from` and c = `growth_
     trips(s) = a + ⌈(K - a) f(min(1, s / (c S)))⌉          f(t) = t (`linear`), or 1 - √(1 - t) (`sqrt`)
 
 `sqrt`, slow first, is the curriculum of arXiv 2511.07384. With `trips_range` the number is drawn up to trips(s). A new
-trip opens over `growth_open` of the steps: λ rises from 0 at the first step with that trip, and the loop ends at
+iteration opens over `growth_open` of the steps: λ rises from 0 at the first step with that iteration, and the loop ends
+at
 
-    x_{k-1} + λ (x_k - x_{k-1})          k is the last trip, x_k what the looped layers leave after it
+    x_{k-1} + λ (x_k - x_{k-1})          k is the last iteration, x_k what the looped layers leave after it
 
-So at that step the loss is that of one trip fewer, to the last bit. All of it is a function of s and S: a resumed run
-goes on as it would have.
+So at that step the loss is that of one iteration fewer, to the last bit. All of it is a function of s and S: a resumed
+run goes on as it would have.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ class GrowingTrips(DrawnTrips):
 
     @classmethod
     def training_shares(cls, config: DecoderConfig) -> dict[int, float]:
-        """The share of a run's steps with each number of trips."""
+        """The share of a run's steps with each number of iterations."""
         options = GrowthOptions.of(config)
         if not options.grows:
             return super().training_shares(config)
@@ -149,6 +150,6 @@ class GrowingTrips(DrawnTrips):
 
 
 def _bounds(options: GrowthOptions, most: int) -> list[int]:
-    """The fewest and the most trips that a step may draw."""
+    """The fewest and the most iterations that a step may draw."""
     least = options.trips_range[0] if options.trips_range else most
     return [min(least, most), most]

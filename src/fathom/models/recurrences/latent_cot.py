@@ -4,13 +4,13 @@ token makes another.
 The recurrence:
 
     x_{k+1} = h_k        g_k = sigmoid(w·h_k + b)        R_0 = 1,  R_{k+1} = R_k g_k        go on iff R_{k+1} > τ
-    readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last trip
+    readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last iteration
 
 With `blend` λ the readout is h_0 + λ (Σ_k q_k h_k - h_0).
 
 With `router: mlp`, the paper's ablation, g_k is the sigmoid of a two-layer MLP of h_k.
 
-Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
+Iteration k reads iterations up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
 
 The penalty charges for going on in proportion to the probability p that the true next token already has:
 λ · mean_t Σ_k p(h_k)^β R_{k+1}, without gradient through p.
@@ -136,7 +136,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
         return {"penalty": self.options.penalty * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean trips, and the router's entropy."""
+        """Mean iterations, and the router's entropy."""
         found = super().metrics(state, targets)
         gates = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
         if gates:

@@ -4,23 +4,23 @@ The next iteration starts from
 
     x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
 
-With this feed and no halting the model is a plain decoder of `trips` times the depth whose weights repeat; each trip
-has keys and values of its own. Options make of it the loops that others train, e being what entered the loop, after
-the prelude, and n a norm between trips:
+With this feed and no halting the model is a plain decoder of `trips` times the depth whose weights repeat; each
+iteration has keys and values of its own. Options make of it the loops that others train, e being what entered the loop,
+after the prelude, and n a norm between iterations:
 
     injection none        x_{k+1} = n(r_k)
               add         x_{k+1} = n(r_k) + e
               diagonal    x_{k+1} = exp(-Δ ⊙ exp(a)) ⊙ n(r_k) + Δ ⊙ B e        Δ = softplus(δ)
 
-With `kv: first` later trips make queries only, and attend to the keys and values that each layer made in the first:
-the cache is that of a model without a loop.
+With `kv: first` later iterations make queries only, and attend to the keys and values that each layer made in the
+first: the cache is that of a model without a loop.
 
-With `exit_confidence` a token whose prediction is sure makes no further trip (`confidence.py`).
+With `exit_confidence` a token whose prediction is sure makes no further iteration (`confidence.py`).
 
-With `growth` trips are added one by one in training (`growth.py`).
+With `growth` iterations are added one by one in training (`growth.py`).
 
-With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
-between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
+With `damping` δ an iteration moves the stream by a part of what the looped layers g would, and with `blend` λ the loop
+ends between the first iteration's result and its own; x_0 is what entered the loop, K the number of iterations:
 
     x_{k+1} = x_k + δ (g(x_k) - x_k)        result  g(x_0) + λ (x_K - g(x_0))
 
@@ -28,10 +28,11 @@ With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the pla
 and there is a gain γ: (1 + γ) g(x_0) + λ (x_K - g(x_0)); both start at zero. δ = 1/K integrates the looped
 layers over the time for which they were trained.
 
-Gradients flow through all trips; `gradient_passes` (`pondering.py`, `slots.py`) is for those that see every trip.
+Gradients flow through all iterations; `gradient_passes` (`pondering.py`, `slots.py`) is for those that see every
+iteration.
 
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
-readout has one more matrix; here the first trip starts from e as it is).
+readout has one more matrix; here the first iteration starts from e as it is).
 """
 
 from __future__ import annotations
@@ -231,8 +232,8 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
         return self(stream, state["entry"]) if self.injects else stream
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState, trip: int) -> Tensor:
-        """The loop's output: the last iteration's, or with `blend` an interpolation between the first's and
-        the last's."""
+        """The loop's output: the last iteration's, or with `blend` an interpolation between the first's and the
+        last's."""
         stream = self.opening(x, self.damped(x, stream) if self.damps else stream, trip)
         if self.blend_gates is not None:
             return self.blend_gates(state["first"], stream - state["first"])

@@ -120,8 +120,8 @@ def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k
 
 
 class _Dense(torch.autograd.Function):
-    """The mixture μ = p U by dense matrix products, with gradient dz = p (dp - Σ p dp) / temperature where dp =
-    dμ Uᵀ."""
+    """The mixture μ = p U by dense matrix products, with gradient dz = p (dp - Σ p dp) / temperature where dp = dμ
+    Uᵀ."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: float) -> Tensor:

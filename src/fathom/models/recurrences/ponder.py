@@ -3,18 +3,18 @@ predicts.
 
 The recurrence:
 
-    μ_{k+1} = softmax(head(h_k)) · αU          x_{k+1} = x_k + μ_{k+1}          loss on the last trip only
+    μ_{k+1} = softmax(head(h_k)) · αU          x_{k+1} = x_k + μ_{k+1}          loss on the last iteration only
 
-αU is the input embedding table at the scale of x_0. Every trip is an ordinary causal pass (view SAME) with a bank of
-its own. `feed` and `view` open the grid of what is fed back and what it may read; the paper's own model is
-(mixture, same), and its baselines are the other feeds:
+αU is the input embedding table at the scale of x_0. Every iteration is an ordinary causal pass (view SAME) with a bank
+of its own. `feed` and `view` open the grid of what is fed back and what it may read; the paper's own model is (mixture,
+same), and its baselines are the other feeds:
 
     hidden      x_{k+1} = h_k
     projected   x_{k+1} = W h_k
     pause       x_{k+1} = α p        a learned vector p, under the views DUO and ALL
 
 With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (y - x_k) where y of another feed replaces the input. At λ = 0
-every trip repeats the first one, so under the view SAME the model computes what it did without pondering.
+every iteration repeats the first one, so under the view SAME the model computes what it did without pondering.
 """
 
 from __future__ import annotations

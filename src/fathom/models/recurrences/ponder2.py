@@ -3,9 +3,9 @@ state.
 
 The recurrence:
 
-    x_{t,k+1} = h_{t,k}        (after the final norm; trip k reads every trip of every earlier token: view ALL)
+    x_{t,k+1} = h_{t,k}      (after the final norm; iteration k reads every iteration of every earlier token: view ALL)
 
-Decoding makes one trip after another. In training all slots go through the stack interleaved by token, and Jacobi
+Decoding makes one iteration after another. In training all slots go through the stack interleaved by token, and Jacobi
 rounds replace the order in time. No parameters and no additional loss.
 """
 

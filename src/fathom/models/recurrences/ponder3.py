@@ -2,13 +2,13 @@
 
 The router:
 
-    s = softmax(W h_0 + b)        w_k = Σ_{j>=k} s_j        trip k runs iff w_k > τ        readout Σ_k s_k h_k
+    s = softmax(W h_0 + b)        w_k = Σ_{j>=k} s_j        iteration k runs iff w_k > τ        readout Σ_k s_k h_k
 
 Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
 learns both from the mixture and from attention.
 
-The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quality of the readout that stops before trip k.
-The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
+The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quality of the readout that stops before
+iteration k. The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         return super().penalty_flops(config, sequence_length) if asks else 0.0
 
     def init_weights(self, std: float) -> None:
-        """Initialise the router so that every token makes every trip."""
+        """Initialise the router so that every token makes every iteration."""
         super().init_weights(std)
         init.zeros_(self.weight)
         width = self.router.weight.shape[1]
@@ -172,7 +172,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         return (1 - (10 * (ce - 0.5)).sigmoid()).where(valid, 0).sum(1) / valid.sum(1).clamp(min=1)
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean trips, and the router's entropy."""
+        """Mean iterations, and the router's entropy."""
         share = state["share"].detach().float()
         entropy = valid_mean(-(share * share.clamp(min=1e-9).log()).sum(-1), targets)
         return {**super().metrics(state, targets), "gate_entropy": entropy}

@@ -1,5 +1,5 @@
-"""Shared parts of the pondering recurrences: options, penalties, the mixture that is fed back, and the cost of a
-trip."""
+"""Shared parts of the pondering recurrences: options, penalties, the mixture that is fed back, and the cost of an
+iteration."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def entropy(gates: Tensor) -> Tensor:
 def trips_cost(
     config: DecoderConfig, visits: Sequence[Visit], scalar: int, flops_per_trip: float = 0.0, parameters: int = 0
 ) -> Cost:
-    """Cost of the extra trips: each runs the stack again and stores its own keys and values."""
+    """Cost of the extra iterations: each runs the stack again and stores its own keys and values."""
     again = len(visits) - config.num_hidden_layers
     return Cost(
         parameters=parameters,

@@ -1,1 +1,1 @@
-"""Residuals: how a layer's output reaches later layers."""
+"""Residuals, which decide how a layer's output reaches later layers."""

@@ -1,4 +1,7 @@
-"""`attention_residuals`: each sub-layer reads a softmax over the outputs of earlier blocks, scored by a learned query.
+"""`attention_residuals`: each sub-layer's input is a sum of earlier blocks' outputs, weighted by softmax scores of a
+learned query.
+
+The weights and the input:
 
     α = softmax_s( (w ⊙ p) · s / rms(s) )        h = Σ_s α_s s        over the sources s
 
@@ -60,7 +63,7 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Initial bias on the running stream, `snapshot` only."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse blocks without a sub-layer and unknown variants."""
+        """Refuse a `block_size` below 1 and unknown values of `variant` or `queries`."""
         super().check(config)
         self.require("block_size", self.block_size >= 1, "be at least 1")
         self.require_one_of("variant", VARIANTS)
@@ -68,19 +71,20 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
 
 
 class SourceNorm(nn.Module):
-    """The weight w of the norm that scores sources. The sources themselves are not normed."""
+    """The weight w of the norm in the sources' scores. The sources themselves are not normed."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, query: Tensor) -> Tensor:
-        """w ⊙ p: the vector whose product with a source, divided by the source's rms, is its score."""
+        """The scoring vector w ⊙ p: its dot product with a source, divided by the source's root mean square, is the
+        score."""
         return widen(self.weight) * widen(query)
 
 
 class Pooling(Residual):
-    """A residual that reads a softmax over sources."""
+    """Base class of residuals whose sub-layers read a softmax-weighted sum of sources (earlier blocks' outputs)."""
 
     def __init__(self, config: DecoderConfig, sublayer: int, chooses: bool = True) -> None:
         super().__init__(config, sublayer)
@@ -96,14 +100,14 @@ class Pooling(Residual):
             self.norm = SourceNorm(config.hidden_size)
 
     def init_weights(self, std: float) -> None:
-        """A zero query, which weighs all sources equally."""
+        """Initialise the query to zero, so that all sources have equal weight."""
         super().init_weights(std)
         if self.chooses:
             init.zeros_(self.pseudo_query)
             init.ones_(self.norm.weight)
 
     def pooled(self, sources: ResidualState) -> tuple[Tensor, ResidualState]:
-        """The weighted sum of the un-normed sources; and the sources, for the next call."""
+        """Returns the weighted sum of the un-normed sources, and the sources themselves for the next read."""
         query = direct(self.norm)(self.pseudo_query)  # [hidden_size]
         if (kernel := faster("depth_pool", sources[0])) is not None:
             return kernel(sources, query, self.eps, self.recency_bias), sources
@@ -116,7 +120,8 @@ class Pooling(Residual):
 
 
 class AttentionResiduals(Pooling):
-    """Its state: the sources themselves, oldest first, beginning with the embeddings."""
+    """Attention residuals (`block_sum`, `snapshot`); the state is the list of sources, oldest first, starting with the
+    embeddings."""
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
@@ -133,7 +138,8 @@ class AttentionResiduals(Pooling):
             init.constant_(self.recency_bias, self.initial_bias)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """`snapshot` starts its running stream as a copy of the embeddings."""
+        """The initial state: the embeddings; with `snapshot` also the running stream, which starts as a copy of
+        them."""
         return (embeddings, embeddings) if self.snapshot else (embeddings,)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
@@ -143,7 +149,8 @@ class AttentionResiduals(Pooling):
         return *self.pooled(state), None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add to the current sum, or start one. `snapshot` adds to the stream and keeps a copy at a block's end."""
+        """Add the update to the current block's sum, or start the sum of a new block. `snapshot` adds to the stream and
+        keeps a copy at a block's end."""
         if self.snapshot:
             stream = state[-1] + update
             return (*state[:-1], stream, stream) if self.ends_block else (*state[:-1], stream)
@@ -161,8 +168,8 @@ class BlendedNormedPooling(BlendedResidual, NormedPooling):
 
 
 class Delta(Blended, Pooling):
-    """Its state: the running stream and the sources, oldest first; in `delta_block` the open block's sum is last, and
-    no source yet."""
+    """Delta Attention Residuals; the state is the running stream, the sources (oldest first) and, in `delta_block`, the
+    sum of the unfinished block."""
 
     adds = True
 
@@ -173,14 +180,14 @@ class Delta(Blended, Pooling):
 
     @staticmethod
     def has_several(config: DecoderConfig, sublayer: int) -> bool:
-        """Whether a sub-layer ever reads more than the embeddings."""
+        """Whether a sub-layer has more than one source to choose from (more than the embeddings)."""
         options = AttentionResidualsOptions.of(config)
         written = sublayer - sublayer % 2 if config.parallel_residual else sublayer
         first = options.block_size if options.variant == "delta_block" else 0
         return first < written and Delta.reads(config, sublayer)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """The stream plus the pooled sources; the stream alone before the final norm."""
+        """The input of a sub-layer: the stream plus the pooled sources; the final norm reads the stream alone."""
         stream, *rest = state
         if self.final or not rest:
             return stream, state, None
@@ -191,17 +198,17 @@ class Delta(Blended, Pooling):
         return self.added(stream, h), (stream, *through, *open_block), None
 
     def added(self, stream: Tensor, h: Tensor) -> Tensor:
-        """x + λ h, or (1 + g) x + λ h."""
+        """Add what a sub-layer reads to the stream: x + λ h, or (1 + g) x + λ h with learned gates."""
         return stream + self.opened(h) if self.blend_gates is None else self.blend_gates(stream, h)
 
     @classmethod
     def gated(cls, config: DecoderConfig, *place: int) -> bool:
-        """Not before the first update, and not before the final norm."""
+        """Whether a read has learned gates: not the read before the first update, and not that of the final norm."""
         return cls.reads(config, place[0])
 
     @staticmethod
     def reads(config: DecoderConfig, sublayer: int) -> bool:
-        """Whether a sub-layer reads anything besides the stream."""
+        """Whether a sub-layer reads sources in addition to the stream."""
         written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
         return written > 0 and sublayer < 2 * config.num_hidden_layers
 
@@ -217,7 +224,7 @@ class Delta(Blended, Pooling):
 
 
 def attention_residuals(config: DecoderConfig, sublayer: int) -> Residual:
-    """The residual of the configured variant."""
+    """Build the residual of the variant that the configuration names."""
     variant = AttentionResidualsOptions.of(config).variant
     if variant in DELTAS:
         return Delta(config, sublayer)
@@ -225,7 +232,7 @@ def attention_residuals(config: DecoderConfig, sublayer: int) -> Residual:
 
 
 def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
-    """Σ_s α_s s, `[B, T, hidden_size]`.
+    """The weighted sum of sources Σ_s α_s s, `[B, T, hidden_size]`, with softmax weights α from the query.
 
     Args:
         sources: `[B, T, hidden_size]` each.
@@ -244,7 +251,7 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
 
 
 def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
-    """`pool` with few operations, for few tokens."""
+    """The same as `pool` by fewer operations, which is faster for few tokens."""
     stacked = torch.stack(tuple(sources), 2)  # [B, T, S, hidden_size]
     scores = (stacked * query).sum(-1, True) * ((stacked * stacked).mean(-1, True) + eps).rsqrt()
     if recency_bias is not None:
@@ -253,8 +260,8 @@ def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_b
 
 
 class _Pool(torch.autograd.Function):
-    """`pool`, and the sources as they are, with the backward pass written out: it keeps the sources and three numbers
-    of each. They go through it so that the gradients of later reads are summed here, not in a pass of their own.
+    """`pool` with a hand-written backward pass, which saves the sources and three numbers for each; also returns the
+    sources. They go through it so that the gradients of later reads are summed here, not in a pass of their own.
 
     With r_s = 1 / rms(s), z_s = (q · s) r_s, d = ∂loss/∂h and dz_s = α_s (d · s - Σ_j α_j d · j):
 
@@ -304,14 +311,14 @@ class _Pool(torch.autograd.Function):
 
 
 def source_counts(config: DecoderConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
-    """For every read of a forward pass, the one before the final norm included: sources, and different tensors in the
-    state (the running stream coincides with a snapshot just taken)."""
+    """The number of sources, and of distinct tensors in the state, at each read of a forward pass; the last read is
+    that of the final norm."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     return [pair for trip in trips for pair in _counts(config, [s for i in trip for s in (2 * i, 2 * i + 1)])]
 
 
 def _counts(config: DecoderConfig, sublayers: list[int]) -> list[tuple[int, int]]:
-    """`source_counts` for one trip through these sub-layers."""
+    """The same as `source_counts`, for one iteration through these sub-layers."""
     options = AttentionResidualsOptions.of(config)
     variant, block, counts = options.variant, options.block_size, []
     for read in range(len(sublayers) + 1):
@@ -333,7 +340,7 @@ def _counts(config: DecoderConfig, sublayers: list[int]) -> list[tuple[int, int]
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost per source: a dot product with the query for the score, and a weighted sum."""
+    """Cost for each source: a dot product with the query, and its part in the weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     options = AttentionResidualsOptions.of(config)
     if options.variant == NORMED:
@@ -363,7 +370,8 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
 
 
 def _normed_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The cost of `inkling2`: a score and a weighted sum a source and query, and the gains of keys and values."""
+    """The cost of `inkling2`: a score and a weighted sum for each pair of source and query, and the gains of keys and
+    values."""
     width, options, layers = config.hidden_size, AttentionResidualsOptions.of(config), config.num_hidden_layers
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     read = [s for trip in trips for s in (*(s for i in trip for s in (2 * i, 2 * i + 1)), 2 * layers)]

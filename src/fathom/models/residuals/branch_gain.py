@@ -1,11 +1,14 @@
-"""`branch_gain`: a learned gain on what every sub-layer adds to the stream.
+"""`branch_gain`: a learned gain on the update that every sub-layer adds to the residual stream.
+
+The new stream:
 
     x ← x + (1 + s) u        u is the output of attention or of the MLP, s starts at zero
 
 As the control of mechanisms with learned gates it is what a gain alone can do. With a loop and `per_visit`, the
-sub-layers of further trips have a factor that starts at zero, so that the loop starts closed and opens layer by layer:
+sub-layers of further iterations have a factor that starts at zero, so that the loop starts closed and opens layer by
+layer:
 
-    x ← x + λ u              in trips after the first
+    x ← x + λ u              in iterations after the first
 """
 
 from __future__ import annotations
@@ -42,12 +45,13 @@ class BranchGain(Residual):
         self.gates: Gates | None = Gates(shape, mixes=False) if sublayer < 2 * config.num_hidden_layers else None
 
     def init_weights(self, std: float) -> None:
-        """Start with the factor 1, or 0 in further trips where each trip has its own."""
+        """Initialise the factor to 1; with `per_visit`, to 0 in all iterations after the first."""
         if self.gates is not None:
             self.gates.close()
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add the update times its factor. A parallel layer's two updates are added up first, as GPT-NeoX does."""
+        """Add the update, multiplied by the learned factor, to the stream. A parallel layer's two updates are added up
+        first, as GPT-NeoX does."""
         assert self.gates is not None
         update = self.gates(update, start=0.0 if self.trip else 1.0)
         if self.waits:
@@ -56,7 +60,7 @@ class BranchGain(Residual):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """A product per channel of an update."""
+    """Cost: one product for each channel of an update."""
     options, width = BranchGainOptions.of(config), config.hidden_size
     sets = len(visits) if options.per_visit else config.num_hidden_layers
     return Cost(

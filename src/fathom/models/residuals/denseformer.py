@@ -1,4 +1,6 @@
-"""`denseformer`: after each block, a learned static average over the outputs of all blocks before it.
+"""`denseformer`: after each block, the stream becomes a learned weighted average of all block outputs so far.
+
+The average:
 
     x ← Σ_{j ≤ i+1} α_{i,j} X_j        X_0 = embeddings, X_{j+1} = raw output of block j
 
@@ -34,7 +36,7 @@ class DenseFormerOptions(ResidualOptions):
     """Average after every period-th block."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse values outside 1 … number of layers."""
+        """Refuse a `dilation` or `period` outside 1 … number of layers."""
         super().check(config)
         layers = config.num_hidden_layers
         for name in ("dilation", "period"):
@@ -43,13 +45,13 @@ class DenseFormerOptions(ResidualOptions):
 
 
 def num_weights(config: DecoderConfig, block: int) -> int:
-    """How many block outputs block number `block` averages; 0 if it does not."""
+    """The number of outputs that are averaged after block number `block`; 0 if none are averaged there."""
     options = DenseFormerOptions.of(config)
     return (block + 1) // options.dilation + 1 if (block + 1) % options.period == 0 else 0
 
 
 class DenseFormer(Residual):
-    """State: the stream, then the history X_0, X_1, … of this trip."""
+    """DenseFormer's residual; the state is the stream, then the block outputs X_0, X_1, … of this iteration."""
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
@@ -59,17 +61,18 @@ class DenseFormer(Residual):
         self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
 
     def init_weights(self, std: float) -> None:
-        """Weight 1 on the newest output, 0 on the others."""
+        """Initialise the weights to 1 for the newest block output and 0 for the others."""
         if self.alpha is not None:
             init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
 
     def stream_weights(self) -> dict[int, float] | None:
-        """α of every output that is read; the newest alone where a block does not average."""
+        """The weights α of the block outputs that are averaged; weight 1 on the newest alone if a block does not
+        average."""
         newest_first = [1.0] if self.alpha is None else self.alpha.flip(0).tolist()
         return {self.sublayer // 2 + 1 - i * self.dilation: weight for i, weight in enumerate(newest_first)}
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add to the stream; after a block, also store its raw output and average."""
+        """Add the update to the stream; at the end of a block, store its raw output and average over blocks."""
         stream, *history = state
         if self.parallel and not self.ends_block:  # the MLP's update comes next: GPT-NeoX rounds the sum of both first
             return (stream, *(history or (stream,)), update)
@@ -89,7 +92,7 @@ class DenseFormer(Residual):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: a multiply-add per weight and channel; every block output of the trip stays in memory."""
+    """Cost: a multiply-add for each weight and channel; all block outputs of an iteration stay in memory."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
     dilation = DenseFormerOptions.of(config).dilation

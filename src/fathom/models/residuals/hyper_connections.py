@@ -1,4 +1,4 @@
-"""`hyper_connections`: n residual streams, mixed per token by small matrices (mHC).
+"""`hyper_connections`: n residual streams, which small matrices mix for each token (manifold-constrained, mHC).
 
 For one sub-layer F, with S_1 … S_n the streams and z their joint norm:
 
@@ -62,7 +62,7 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
     """Rows of the gates' inner projection in form `qwen4_exp`; by default 320 / 2048 of the width, as in the model."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse fewer than one stream, negative iterations and unknown forms."""
+        """Refuse fewer than one stream, negative Sinkhorn iterations and unknown values of `form`."""
         super().check(config)
         self.require("streams", self.streams >= 1, "be at least 1")
         self.require_one_of("form", (PAPER, *FORMS, GATED))
@@ -72,14 +72,14 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
         self.require("rank", self.rank is None or self.rank >= 1, "be at least 1")
 
     def resolve(self, config: DecoderConfig) -> HyperConnectionsOptions:
-        """Set the rank from the width."""
+        """Set the default of `rank` from the hidden size."""
         if self.form != GATED or self.rank is not None:
             return self
         return replace(self, rank=max(1, config.hidden_size * RANK[0] // RANK[1]))
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Exponentiate and balance `[..., n, n]`: columns sum to one exactly, rows nearly.
+    """Make logits `[..., n, n]` a nearly doubly stochastic matrix (Sinkhorn): columns sum to one exactly, rows nearly.
 
     No sum is below FLOOR: those of the first rows and columns hold n entries of at least FLOOR and FLOOR / n, and
     dividing rows by at most n leaves a column that summed to one 1 / n, and columns a row likewise.
@@ -93,7 +93,8 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
-    """`sinkhorn` with half the operations, for few tokens: in logarithms a normalisation is one log-softmax."""
+    """The same as `sinkhorn` in log space, for few tokens: half the operations, as a normalisation is one
+    log-softmax."""
     logs = (logits - logits.amax((-2, -1), keepdim=True)).clamp(min=math.log(FLOOR))
     for _ in range(iterations - 1):
         logs = logs.log_softmax(-1).log_softmax(-2)
@@ -101,8 +102,8 @@ def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
 
 
 def sinkhorn_numbers(matrix: Sequence[float], iterations: int) -> list[float]:
-    """`sinkhorn` of one 4 x 4 matrix, given after exp as a flat sequence, in Python floats. Each iteration updates the
-    factors of its rows (a to d) and of its columns (w to z)."""
+    """The same as `sinkhorn` in Python floats, for one 4 × 4 matrix that is given flat and already exponentiated. Each
+    iteration updates the factors of its rows (a to d) and of its columns (w to z)."""
     a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = matrix
     w = x = y = z = 1.0
     for _ in range(iterations):
@@ -119,8 +120,8 @@ def sinkhorn_numbers(matrix: Sequence[float], iterations: int) -> list[float]:
 
 
 def balance(matrix: Tensor, iterations: int) -> tuple[Tensor, list[Tensor]]:
-    """`sinkhorn` in place of logits that lie along the last dimension, `[n, n, N]`, so that every sum is over numbers
-    side by side; and what its gradient needs: which entries met the floor, and all sums."""
+    """`sinkhorn` in place on logits `[n, n, N]`, with the tokens last so that sums read contiguous numbers; returns
+    what the backward pass needs: which entries met the floor, and all sums."""
     matrix.sub_(matrix.amax((0, 1))).exp_()  # each matrix' largest entry is 1
     floored, totals = matrix <= FLOOR, []
     matrix.clamp_(min=FLOOR)
@@ -131,7 +132,7 @@ def balance(matrix: Tensor, iterations: int) -> tuple[Tensor, list[Tensor]]:
 
 
 def balance_gradient(grad: Tensor, matrix: Tensor, floored: Tensor, totals: Sequence[Tensor]) -> None:
-    """That of the logits in place of that of the matrix which `balance` made, and which is used up.
+    """Backward of `balance`: replaces the matrix's gradient by that of the logits, in place, and overwrites the matrix.
 
     To the logarithm of a matrix a normalisation is a subtraction, and its gradient G becomes G - P ⊙ ΣG, where P is
     what it left, and the sum goes over P's rows or its columns. P itself, times their sums, is the matrix before.
@@ -144,7 +145,7 @@ def balance_gradient(grad: Tensor, matrix: Tensor, floored: Tensor, totals: Sequ
 
 
 class HyperConnections(Residual):
-    """State: the streams, one tensor `[B, T, n, hidden_size]`."""
+    """Hyper-connections; the state is the n residual streams in one tensor, `[B, T, n, hidden_size]`."""
 
     no_weight_decay = ("residual_logits",)
 
@@ -167,7 +168,8 @@ class HyperConnections(Residual):
         self.alpha_pre, self.alpha_post, self.alpha_res = (nn.Parameter(torch.empty(1)) for _ in range(3))
 
     def init_weights(self, std: float) -> None:
-        """α = 0 would be the plain residual; α starts small, not at zero."""
+        """Initialise so that the maps are near the plain residual: α, the weight of their dynamic part, starts
+        small."""
         n = self.streams
         if self.final:
             init.zeros_(self.reduce_logits)
@@ -185,16 +187,17 @@ class HyperConnections(Residual):
             init.copy_(self.residual_logits, torch.eye(n))
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """Every stream starts as the embeddings."""
+        """The initial state: every stream is a copy of the embeddings."""
         return (embeddings.unsqueeze(2).expand(-1, -1, self.streams, -1),)
 
     @property
     def bare(self) -> bool:
-        """Whether norm and projection are plain weights: no adapter, no hook, not offloaded."""
+        """Whether norm and projection are plain modules: they have no adapter and no hooks, and are not offloaded."""
         return is_bare(self.projection) and not (self.norm._forward_hooks or self.norm._forward_pre_hooks)
 
     def maps(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """H_pre `[B, T, n]`, H_post `[B, T, n]` and H_res `[B, T, n, n]`, in float32."""
+        """The weights by which a sub-layer reads, H_pre `[B, T, n]`, writes, H_post `[B, T, n]`, and mixes streams,
+        H_res `[B, T, n, n]`, in float32."""
         n = self.streams
         dynamic = widen(self.projection(self.norm(streams.flatten(2))))
         pre, post, res = dynamic[..., :n], dynamic[..., n : 2 * n], dynamic[..., 2 * n :]
@@ -210,7 +213,7 @@ class HyperConnections(Residual):
         return pre.sigmoid(), 2 * post.sigmoid(), balance(res, self.iterations)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """Σ_i H_pre[i] S_i; before the final norm, the streams' learned mean."""
+        """The sub-layer's input Σ_i H_pre[i] S_i; for the final norm, a learned weighted mean of the streams."""
         (streams,) = state
         if self.final:
             weights = widen(self.reduce_logits).softmax(-1).to(streams.dtype)
@@ -229,8 +232,8 @@ class HyperConnections(Residual):
         return x, (streams,), (post, res)
 
     def read_token(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of a single token with four streams, and H_res with H_post as its last column, `[n, n + 1]`. The 24
-        numbers are Python's own: of so few, a call of torch takes longer than the arithmetic."""
+        """The sub-layer input for a single token with four streams, and H_res with H_post as its last column, `[n, n +
+        1]`. The 24 numbers are Python's own: of so few, a call of torch takes longer than the arithmetic."""
         n, z = self.streams, streams.flatten(2)[0]  # [1, n · hidden_size]
         square = F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon
         inverse_rms = square**-0.5 if square else math.inf  # as rsqrt has it
@@ -249,7 +252,7 @@ class HyperConnections(Residual):
         return (maps[:n].view(1, n) @ z.view(n, -1)).unsqueeze(0), maps[n:].view(n, n + 1)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Mix the streams and add the update to each by its weight."""
+        """Mix the streams, and add the sub-layer's update to each stream with its own weight."""
         assert context is not None
         (streams,) = state
         if len(context) == 1:  # of `read_token`
@@ -265,7 +268,7 @@ class BlendedHyperConnections(BlendedResidual, HyperConnections):
 
 
 class BlendedReleasedStreams(BlendedResidual, ReleasedStreams):
-    """Those of a released model with λ."""
+    """A released model's hyper-connections with a blending weight λ."""
 
 
 class BlendedGatedStreams(BlendedResidual, GatedStreams):
@@ -273,7 +276,7 @@ class BlendedGatedStreams(BlendedResidual, GatedStreams):
 
 
 def hyper_connections(config: DecoderConfig, sublayer: int) -> Residual:
-    """The residual of the configured form."""
+    """Build the residual of the `form` that the configuration names."""
     form = HyperConnectionsOptions.of(config).form
     if form == PAPER:
         return BlendedHyperConnections(config, sublayer)
@@ -281,21 +284,20 @@ def hyper_connections(config: DecoderConfig, sublayer: int) -> Residual:
 
 
 def readable(x: Tensor) -> bool:
-    """Whether to compute with Python numbers: `x` is small, real and not being traced."""
+    """Whether to compute with Python numbers, because `x` is small, holds real data and is not being traced."""
     return few(x) and type(x) is Tensor and not torch.jit.is_tracing()
 
 
 def _logits(dynamic: Sequence[float], alpha: Tensor, base: Tensor) -> list[float]:
-    """α y + b, element by element."""
+    """The logits α y + b of a map, as Python floats."""
     scale = alpha.item()
     return [scale * y + b for y, b in zip(dynamic, base.tolist(), strict=True)]
 
 
 class _Read(torch.autograd.Function):
-    """x, H_post, H_res and the streams as they are, with the backward pass written out: it keeps the streams and, of
-    every token, the numbers that the projection makes. With r = 1 / rms(S), y = (W ⊙ w) S and the maps' logits
-    α r y + b. The streams go through it so that what `write` sends back to them is summed here, not in a pass of their
-    own."""
+    """The read as an autograd function that saves the streams and the projection's outputs; returns x, H_post, H_res
+    and the unchanged streams. With r = 1 / rms(S), y = (W ⊙ w) S and the maps' logits α r y + b. The streams go through
+    it so that what `write` sends back to them is summed here, not in a pass of their own."""
 
     @staticmethod
     def forward(
@@ -348,8 +350,8 @@ class _Read(torch.autograd.Function):
 def _activate(
     dynamic: Tensor, affine: Sequence[Tensor], iterations: int
 ) -> tuple[tuple[Tensor, ...], Tensor | None, list[Tensor]]:
-    """H_pre and H_post `[n, N]`, H_res `[n², N]`, of what the projection made of N tokens, `[n² + 2n, N]`, three scales
-    and three shifts; and what `balance` keeps."""
+    """The maps H_pre, H_post `[n, N]` and H_res `[n², N]` from the projection's output for N tokens `[n² + 2n, N]`,
+    three scales and three shifts; also what `balance` keeps."""
     if not iterations:
         dynamic.tanh_()
     rows = zip(dynamic.split([len(b.view(-1)) for b in affine[3:]]), affine[:3], affine[3:], strict=True)
@@ -363,8 +365,8 @@ def _activate(
 def _activate_back(
     grad: Tensor, dynamic: Tensor, affine: Sequence[Tensor], iterations: int
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """H_pre again, and the gradients of what `_activate` was given from those of the maps, `[n² + 2n, N]`; it uses up
-    its arguments."""
+    """Backward of `_activate` from the maps' gradients `[n² + 2n, N]`; returns H_pre too, and overwrites its
+    arguments."""
     (pre, post, res), floored, totals = _activate(dynamic, affine, iterations)
     parts = grad.split((len(pre), len(post), len(res)))
     if floored is not None:
@@ -381,7 +383,7 @@ def _activate_back(
 
 
 class _Write(torch.autograd.Function):
-    """S_i ← Σ_j H_res[i, j] S_j + H_post[i] u, which keeps its inputs alone."""
+    """The write S_i ← Σ_j H_res[i, j] S_j + H_post[i] u as an autograd function that saves only its inputs."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, post: Tensor, res: Tensor, update: Tensor) -> Tensor:
@@ -401,7 +403,7 @@ class _Write(torch.autograd.Function):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: mostly the dynamic projection, and reading and writing the streams around every sub-layer."""
+    """Cost: mainly the projection that makes the weights, and reading and writing all streams at every sub-layer."""
     options = HyperConnectionsOptions.of(config)
     n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations
     maps = n * n + 2 * n

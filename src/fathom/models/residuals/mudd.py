@@ -1,4 +1,5 @@
-"""`mudd`: sums over all layers' outputs, with weights for each token and each reader (multiway dynamic dense).
+"""`mudd` (multiway dynamic dense connections): layers read sums of all earlier layers' outputs, weighted for each token
+and each way (query, key, value, residual).
 
 X_0 are the embeddings, X_i is the output of layer i - 1, and N divides by the root mean square. Layer i ≥ 1 reads, for
 each way c of `ways` (query, key, value, residual):
@@ -64,7 +65,7 @@ class MuddOptions(ResidualOptions):
     models of some 24 layers or more."""
 
     def check(self, config: DecoderConfig) -> None:
-        """Refuse invalid ways, layers and widths."""
+        """Refuse invalid values of `ways`, `last`, `sources`, `hidden` and `norm`."""
         super().check(config)
         ordered, layers = "".join(way for way in WAYS if way in self.ways), config.num_hidden_layers
         self.require("ways", bool(self.ways) and ordered == self.ways, f"be some of the letters {WAYS}, in order")
@@ -76,7 +77,8 @@ class MuddOptions(ResidualOptions):
 
 
 def mixing(config: DecoderConfig, layer: int) -> tuple[str, int]:
-    """The ways that layer number `layer` mixes, and its number of sources; the final norm counts as one more layer."""
+    """The ways (query, key, value, residual) for which a layer mixes sources, and its number of sources; the final norm
+    counts as a last layer."""
     options, layers = MuddOptions.of(config), config.num_hidden_layers
     first = 1 if options.last is None else max(1, layers - options.last)
     ways = options.ways if layer < layers else "r"
@@ -84,23 +86,24 @@ def mixing(config: DecoderConfig, layer: int) -> tuple[str, int]:
 
 
 def sources_of(config: DecoderConfig, layer: int) -> list[int]:
-    """Which X_j a layer may read, oldest first."""
+    """The indices j of the layer outputs X_j that a layer may read, oldest first."""
     return [j for j in range(layer) if is_kept(config, j)] + [layer]
 
 
 def is_kept(config: DecoderConfig, layer: int) -> bool:
-    """Whether later layers read this layer's input."""
+    """Whether a layer's input is kept as a source for later layers."""
     return MuddOptions.of(config).sources == "all" or layer in (0, config.num_hidden_layers // 2)
 
 
 def norms_of(config: DecoderConfig, layer: int) -> tuple[bool, bool]:
-    """Whether a layer norms its input as a source, and its sum for the residual stream."""
+    """Whether a layer's input is normed before it becomes a source, and whether the sum for the residual way is
+    normed."""
     (ways, _), normed = mixing(config, layer), MuddOptions.of(config).norm == "prepost"
     return normed and (bool(ways) or is_kept(config, layer)), normed and "r" in ways
 
 
 class Gain(nn.Module):
-    """A factor for each channel, the weight of a norm."""
+    """A learned factor for each channel, like the weight of a norm."""
 
     def __init__(self, width: int, start: float = 1.0) -> None:
         super().__init__()
@@ -108,12 +111,12 @@ class Gain(nn.Module):
         self.weight = nn.Parameter(torch.empty(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to `[B, T, hidden_size]`."""
+        """Multiply each channel of `[B, T, hidden_size]` by its factor."""
         return x * self.weight
 
 
 class Weigher(nn.Module):
-    """The MLP that computes a layer's weights from its input."""
+    """The MLP that computes a layer's mixing weights for each token from the layer's input."""
 
     def __init__(self, width: int, inner: int, made: int, eps: float) -> None:
         super().__init__()
@@ -122,12 +125,12 @@ class Weigher(nn.Module):
         self.w2 = nn.Linear(inner, made, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[B, T, hidden_size]` to `[B, T, made]`."""
+        """The mixing weights `[B, T, made]` from a layer's input `[B, T, hidden_size]`."""
         return self.w2(nn.functional.gelu(self.w1(unit(x, self.eps).to(x.dtype))))
 
 
 class Mudd(Residual):
-    """State: the stream, then the sources that later layers read, oldest first."""
+    """MUDD connections; the state is the stream, then the sources that later layers read, oldest first."""
 
     no_weight_decay = ("static",)
     adds = True
@@ -150,7 +153,7 @@ class Mudd(Residual):
         self.stream_gain = Gain(width, STREAM_GAIN) if norms_stream else None
 
     def init_weights(self, std: float) -> None:
-        """Start with W2 = 0, and weight 1 on the newest output or, where sums are added to it, 0."""
+        """Initialise W2 to 0 and the static weights to 1 on the newest output, or to 0 with `norm: prepost`."""
         for gain in (self.key_gain, self.value_gain, self.source_gain, self.stream_gain):
             if gain is not None:
                 init.constant_(gain.weight, gain.start)
@@ -162,7 +165,7 @@ class Mudd(Residual):
         init.copy_(self.static, newest.expand_as(self.static))
 
     def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
-        """The sums for a layer's attention, which comes first; the MLP reads the stream."""
+        """The weighted sums that a layer's attention reads; the MLP reads the stream as it is."""
         newest, *history = state
         if not self.begins_layer:
             return newest, state, None
@@ -179,7 +182,8 @@ class Mudd(Residual):
         return gain(unit(x, self.eps).to(x.dtype))
 
     def mixed(self, newest: Tensor, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-        """X̄ of every way, `[B, T, hidden_size]`. A later trip of a loop may have fewer sources: the newest ones."""
+        """The mixed input X̄ for each way (query, key, value, residual), `[B, T, hidden_size]` each. A later iteration
+        of a loop may have fewer sources: the newest ones."""
         weights = self.weigher(newest).unflatten(-1, self.static.shape) + self.static
         sums = self.sums(weights[..., -len(sources) :], sources)  # of weights [B, T, ways, sources]
         if self.stream_gain is not None:
@@ -187,7 +191,7 @@ class Mudd(Residual):
         return {way: newest + x for way, x in sums.items()} if self.added else sums
 
     def sums(self, weights: Tensor, sources: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The weighted sum of every way."""
+        """The weighted sum of sources for each way (query, key, value, residual)."""
         if few(sources[-1]):
             sums = torch.matmul(weights, torch.stack(tuple(sources), 2)).unbind(2)
             return dict(zip(self.ways, sums, strict=True))
@@ -201,7 +205,7 @@ class Mudd(Residual):
         return (state[0] + update, *state[1:])
 
     def gained(self, ways: Ways) -> Ways:
-        """The inputs of keys and values have their own gains."""
+        """Multiply the inputs of keys and of values by gains of their own."""
         query, key, value = ways
         return (
             query,
@@ -211,7 +215,8 @@ class Mudd(Residual):
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost: the MLP that computes the weights, and a weighted sum for each way; the X_j of a trip stay in memory."""
+    """Cost: the MLP that computes weights, and a weighted sum for each way; an iteration's layer outputs X_j stay in
+    memory."""
     options, width, layers = MuddOptions.of(config), config.hidden_size, config.num_hidden_layers
     added = options.norm == "prepost"
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]

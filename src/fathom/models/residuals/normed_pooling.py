@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class WayGains(nn.Module):
-    """Weights of the norms of keys and of values, relative to those of the queries' norm."""
+    """The norm weights for the inputs of keys and of values, divided by those for the inputs of queries."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class WayGains(nn.Module):
 
 
 def queries_of(config: DecoderConfig, sublayer: int) -> int:
-    """How many reads a sub-layer makes: none for the first of all."""
+    """The number of learned queries by which a sub-layer reads: 0 for the model's first sub-layer, else 1 or 3."""
     layer, mlp = divmod(sublayer, 2)
     attends = not mlp and layer < config.num_hidden_layers
     if attends and config.residual_options["queries"] == 3 and config.layer_types[layer] == "full_attention":
@@ -50,7 +50,8 @@ def queries_of(config: DecoderConfig, sublayer: int) -> int:
 
 
 class NormedPooling(Residual):
-    """State: the completed blocks' sums, the embeddings first, and the open block's sum; first the embeddings alone."""
+    """Inkling-2's attention residuals; the state is the embeddings, the sums of completed blocks and the unfinished
+    block's sum."""
 
     no_weight_decay = ("query",)
 
@@ -65,7 +66,7 @@ class NormedPooling(Residual):
         self.gains = WayGains(config.hidden_size) if self.multiway else None
 
     def init_weights(self, std: float) -> None:
-        """Zero queries, which weigh all sources equally."""
+        """Initialise the queries to zero, so that all sources have equal weight, and the gains to one."""
         if self.queries:
             init.zeros_(self.query)
         if self.gains is not None:
@@ -73,7 +74,7 @@ class NormedPooling(Residual):
             init.ones_(self.gains.value)
 
     def read(self, state: ResidualState) -> tuple[Tensor | Ways, ResidualState, WriteContext]:
-        """The weighted sum that each query reads."""
+        """The input of a sub-layer: a weighted sum of normed sources for each of its queries."""
         if not self.queries:
             return state[0], state, None
         with without_autocast(state[0]):
@@ -81,18 +82,18 @@ class NormedPooling(Residual):
         return (found[0], found[1], found[2]) if self.multiway else found[0], state, None
 
     def pooled(self, sources: ResidualState) -> tuple[Tensor, ...]:
-        """One sum for each query, `[B, T, hidden_size]`, in at least float32."""
+        """The weighted sum of normed sources for each query, `[B, T, hidden_size]` each, in at least float32."""
         stacked = torch.stack([widen(source) for source in sources], -2)  # [B, T, S, hidden_size]
         normed = stacked * torch.rsqrt(stacked.square().mean(-1, keepdim=True) + self.eps)
         query = widen(self.query).expand(*stacked.shape[:2], -1, -1)  # [B, T, Q, hidden_size]
         return F.scaled_dot_product_attention(query, normed, normed, scale=stacked.shape[-1] ** -0.5).unbind(-2)
 
     def gained(self, ways: Ways) -> Ways:
-        """The inputs of keys and values have their own gains."""
+        """Multiply the inputs of keys and of values by gains of their own."""
         return ways if self.gains is None else self.gains(ways)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add to the open block, or start one."""
+        """Add the update to the unfinished block's sum, or start the sum of a new block."""
         begins = self.starts_block or len(state) == 1  # a trip of a loop may begin inside a block
         made = widen(update) if begins else widen(state[-1]) + update
         return (*(state if begins else state[:-1]), made.to(state[0].dtype) if self.ends_layer else made)

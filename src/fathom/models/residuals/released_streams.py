@@ -46,7 +46,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Form:
-    """How a model's hyper-connections differ from DeepSeek-V4's."""
+    """The properties by which a released model's hyper-connections differ from DeepSeek-V4's."""
 
     head: str = "token"
     """The input of the final norm: weighed by each `token`, the `mean`, or with the weights `carried` from the last
@@ -75,7 +75,8 @@ GATED = "qwen4_exp"
 
 
 def balanced(logits: Tensor, iterations: int) -> Tensor:
-    """The matrix of logits `[..., n, n]`: a softmax over rows, then columns and rows divided by their sums in turn."""
+    """Balance logits `[..., n, n]` (Sinkhorn): a softmax over rows, then columns and rows are divided by their sums in
+    turn."""
     matrix = logits.softmax(-1) + EPS
     matrix = matrix / (matrix.sum(-2, keepdim=True) + EPS)
     for _ in range(iterations - 1):
@@ -85,7 +86,8 @@ def balanced(logits: Tensor, iterations: int) -> Tensor:
 
 
 class ReleasedStreams(Residual):
-    """State: the streams `[B, T, n, hidden_size]` and, in a single pass, the weights `[B, T, n]` of the next read."""
+    """A released model's hyper-connections; the state is the streams `[B, T, n, hidden_size]` and, in single-pass
+    forms, the next read's weights `[B, T, n]`."""
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
@@ -102,7 +104,7 @@ class ReleasedStreams(Residual):
             self.scale = nn.Parameter(torch.empty(len(self.sizes)))  # s
 
     def init_weights(self, std: float) -> None:
-        """Initialise like the model's own code."""
+        """Initialise like the released model's own code."""
         if not self.maps_made:
             return
         init.constant_(self.scale, self.form.scale)
@@ -112,7 +114,7 @@ class ReleasedStreams(Residual):
         init.copy_(self.shift, start)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """Every stream starts as the embeddings."""
+        """The initial state: every stream is a copy of the embeddings."""
         streams = embeddings.unsqueeze(2).expand(-1, -1, self.streams, -1)
         if not self.carries:
             return (streams,)
@@ -121,7 +123,7 @@ class ReleasedStreams(Residual):
         return (streams, first.expand(*streams.shape[:2], -1))
 
     def maps(self, streams: Tensor) -> list[Tensor]:
-        """Before σ and Sinkhorn: u (read) and v (write) `[B, T, n]`, M (mix) `[B, T, n²]`, in at least float32."""
+        """The maps' logits: u (read) and v (write) `[B, T, n]`, M (mix) `[B, T, n²]`, in at least float32."""
         flat = widen(streams.flatten(2))
         inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
         weight = widen(self.projection.weight)
@@ -131,7 +133,7 @@ class ReleasedStreams(Residual):
         return [part * scale + shift for part, scale, shift in parts]
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """Σ_i pre_i S_i; before the final norm as the form says."""
+        """The sub-layer's input Σ_i pre_i S_i; what the final norm reads depends on the form."""
         streams = state[0]
         if self.final and self.form.head == "mean":
             return streams.mean(dim=2), state, None
@@ -150,11 +152,11 @@ class ReleasedStreams(Residual):
             return x, state, (post, res, pre) if self.carries else (post, res)
 
     def collapsed(self, streams: Tensor, weights: Tensor) -> Tensor:
-        """Σ_i w_i S_i, `[B, T, hidden_size]`."""
+        """The weighted sum of streams Σ_i w_i S_i, `[B, T, hidden_size]`."""
         return (weights.unsqueeze(-1) * streams).sum(dim=2).to(streams.dtype)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Σ_j H[j, k] S_j + post_k F(x) for each stream k."""
+        """Update each stream k to Σ_j H[j, k] S_j + post_k F(x), where F(x) is the sub-layer's output."""
         assert context is not None
         streams, (post, *rest) = state[0], context
         with without_autocast(streams):
@@ -180,15 +182,15 @@ class GatedStreams(Residual):
         self.inject = None if final else nn.Linear(width, n, bias=False)  # B
 
     def init_weights(self, std: float) -> None:
-        """Start with norms of weight one."""
+        """Initialise the norms' weights to one (stored as 0)."""
         init.zeros_(self.norm_weight)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """Every stream starts as the embeddings."""
+        """The initial state: every stream is a copy of the embeddings."""
         return (embeddings.unsqueeze(2).expand(-1, -1, self.streams, -1),)
 
     def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
-        """The mean of the gated, normed streams."""
+        """The input of a sub-layer: the mean of the streams after norm and per-channel gates."""
         (streams,) = state
         wide = widen(streams)
         unit = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)).flatten(-2)
@@ -198,13 +200,14 @@ class GatedStreams(Residual):
         return x, state, None if self.inject is None else (2 * (self.inject(z) / self.streams).sigmoid(),)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Add the update to each stream by its weight."""
+        """Add the sub-layer's update to each stream with its own weight."""
         assert context is not None
         return (state[0] + (update.unsqueeze(-2) * context[0].unsqueeze(-1)).to(state[0].dtype),)
 
 
 def released_cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Cost of either class: projections of all streams, and reading and writing these around every sub-layer."""
+    """Cost of `ReleasedStreams` or `GatedStreams`: projections of all streams, and reading and writing them at every
+    sub-layer."""
     options, width = config.residual_options, config.hidden_size
     n, rank, form = options["streams"], options["rank"], FORMS.get(options["form"], Form(mixes=False))
     gated, wide = options["form"] == GATED, n * width

@@ -1,1 +1,1 @@
-"""The walk: which visits are made, what each reads and stores, and the caches of slots."""
+"""Run a decoder's layers in one or more iterations: which layers run, what each reads and stores, and caches for it."""

@@ -1,11 +1,15 @@
-"""Engines with their own cache: where a visit is stored there, and which models they cannot run.
+"""Run looped models in inference engines with their own KV cache (vLLM, SGLang, continuous batching), or refuse
+them.
+
+Background:
 
 transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
-trips needs a bank for each visit (layer, trip): if trips shared a bank, a later trip would overwrite an earlier one,
-and the tokens would be wrong without an error. So the engine gets a configuration with as many layers as the plan has
-visits (`engine_config`), and its attention gets a `Seat`: the layer's module under the index of the visit's bank. vLLM
-attaches a cache to each module that calls attention, so it finds a `Bank` for each visit (`take_banks`). A model that
-cannot be served so is refused by name. This file is part of every export, so exports refuse it too.
+iterations needs a bank for each visit (layer, iteration): if iterations shared a bank, a later iteration would
+overwrite an earlier one, and the tokens would be wrong without an error. So the engine gets a configuration with as
+many layers as the plan has visits (`engine_config`), and its attention gets a `Seat`: the layer's module under the
+index of the visit's bank. vLLM attaches a cache to each module that calls attention, so it finds a `Bank` for each
+visit (`take_banks`). A model that cannot be served so is refused by name. This file is part of every export, so exports
+refuse it too.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ COMPANY = (
 
 
 class CachedAttention(nn.Module):
-    """An attention module whose cache an engine may hold: what seats and banks read of it."""
+    """Base class of attention modules whose cache an inference engine may hold; declares what `Seat` and `Bank` use."""
 
     config: DecoderConfig
     layer_idx: int
@@ -57,7 +61,8 @@ class CachedAttention(nn.Module):
 
 
 class Seat:
-    """A layer's attention module for one visit: a proxy whose `layer_idx` is the visit's bank."""
+    """A proxy of a layer's attention module for one iteration, whose `layer_idx` is the cache layer of that
+    iteration."""
 
     def __init__(self, attention: CachedAttention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
@@ -67,7 +72,8 @@ class Seat:
 
 
 class Bank(nn.Module):
-    """The bank of one visit as a module, for vLLM, which attaches a cache to each module that calls attention."""
+    """The cache layer of one iteration of a layer as a module, since vLLM attaches a cache to each module that calls
+    attention."""
 
     def __init__(self, attention: CachedAttention, bank: int) -> None:
         super().__init__()
@@ -84,7 +90,7 @@ class Bank(nn.Module):
 
 
 def take_banks(attentions: Iterable[CachedAttention], plan: Plan) -> nn.ModuleDict:
-    """The cache layers of a loop: a `Bank` for each later visit to a layer, by the visit's number.
+    """Create a `Bank` (cache layer) for each iteration of each layer after its first, by the bank's index.
 
     Sets `banks` of every attention module, and its `layer_idx` to the index of its first visit.
     """
@@ -102,7 +108,8 @@ def take_banks(attentions: Iterable[CachedAttention], plan: Plan) -> nn.ModuleDi
 
 
 def seat(attention: CachedAttention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
-    """The module to pass to the attention backend: the layer's own, or a seat or bank if an engine holds the cache."""
+    """The module to pass to the attention backend: the layer's own, or a `Seat` or `Bank` if an engine holds the
+    cache."""
     if bank is None or bank == attention.layer_idx:
         return attention
     if any(name in arguments for name in HANDED_OVER):
@@ -113,7 +120,7 @@ def seat(attention: CachedAttention, bank: int | None, arguments: Mapping[str, o
 def handed(
     key: Tensor, value: Tensor, bank: int, arguments: dict[str, Any], installed: str = CACHE
 ) -> tuple[Tensor, Tensor]:
-    """The keys and values to attend to where continuous batching passes its cache.
+    """Store keys and values in the cache that continuous batching passes, if any; returns those to attend to.
 
     From transformers 5.24 on the model stores them, as in any cache; earlier, the attention function does.
     """
@@ -122,7 +129,7 @@ def handed(
 
 
 def engine_config(config: DecoderConfig, plan: Plan) -> DecoderConfig:
-    """The configuration for an engine: one layer for each bank."""
+    """The configuration to show to an engine, with one layer for each cache layer (bank) that the model needs."""
     unrolled = copy.deepcopy(config)
     layers = banks_of(plan)
     unrolled.num_hidden_layers = len(layers)
@@ -138,7 +145,7 @@ def check_engine(
     attentions: Iterable[CachedAttention] = (),
     multiway: bool = False,
 ) -> None:
-    """Refuse an engine with which a model would give wrong results.
+    """Refuse an inference engine with which a model would silently give wrong results.
 
     Args:
         config: The model's configuration; its attention backend names the engine.
@@ -156,7 +163,7 @@ def check_engine(
 
 @dataclass
 class EngineCase:
-    """A model and the engine that is to run it; see `check_engine` for the fields."""
+    """A model and the inference engine that is to run it, for `check_engine`, which describes the fields."""
 
     config: DecoderConfig
     recurrence: Recurrence
@@ -178,7 +185,8 @@ class EngineCase:
 
     @property
     def held(self) -> int:
-        """Layers of the engine's cache; enough of them where only the first forward pass shows how many."""
+        """The number of layers in the engine's cache; assumed to be enough if only the first forward pass can show
+        it."""
         if self.arguments is not None and self.passed is not None:
             return _banks(self.arguments[self.passed])
         if self.arguments is None and self.named:
@@ -187,7 +195,8 @@ class EngineCase:
 
     @property
     def or_unrolled(self) -> str:
-        """A further way out, if trips are nothing but further layers."""
+        """A further suggestion for the error message, an unrolled export, if the model's iterations equal further plain
+        layers."""
         plain = all(getattr(self.config, axis) == DEFAULTS[axis] for axis in ("mixer", "residual"))
         return ", or an export with form='unrolled'" if plain and self.recurrence.unrolls else ""
 
@@ -224,7 +233,7 @@ RULES: tuple[tuple[Callable[[EngineCase], bool], str], ...] = (
 
 
 def _banks(cache: object) -> int:
-    """Layers of a cache that an engine passed: a mapping by layer, or transformers' paged cache."""
+    """The number of layers in an engine's cache, which is a mapping by layer or transformers' paged cache."""
     if isinstance(cache, Sized):
         return len(cache)
     return int(getattr(getattr(cache, "config", None), "num_hidden_layers", 0))

@@ -1,8 +1,9 @@
-"""A table of fixed positions, one for every trip of every token, so that shapes never change and decoding compiles.
+"""A slot table with a fixed position for every iteration of every token, so that shapes never change and decoding
+compiles.
 
-Trip k of token t has position t · trips + k, whether it was made or not. Under DUO and ALL the positions of trips that
-were not made are masked. Under SAME they hold a copy of the token's last trip at the end of a forward pass, so that a
-trip reads its own positions with a constant stride.
+Iteration k of token t has position t · trips + k, whether it was made or not. Under DUO and ALL the positions of
+iterations that were not made are masked. Under SAME they hold a copy of the token's last iteration at the end of a
+forward pass, so that an iteration reads its own positions with a constant stride.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from .slot_table import EMPTY, Placement, Table, Tags
 
 
 class FixedTable(Table):
-    """Which trips of which tokens were made.
+    """The table of a static slot cache: how many iterations each token has made.
 
     Args:
         tokens: Maximum tokens of each row.
-        trips: Maximum trips of a token.
+        trips: Maximum iterations of a token.
         rows: Rows of the batch.
         view: Which slots a slot may read.
         device: Device of the table's tensors.
@@ -35,11 +36,11 @@ class FixedTable(Table):
         """Tokens seen, padding included."""
 
     def emptied(self, rows: int, device: torch.device) -> FixedTable:
-        """A new table of this kind."""
+        """A new, empty table of fixed positions, of the same size."""
         return FixedTable(self.tokens, self.trips, rows, self.view, device)
 
     def open(self, columns: Tensor) -> None:
-        """Refuse more tokens than there is room for."""
+        """Refuse more tokens than the static cache has room for."""
         if not torch.compiler.is_compiling() and int(columns) > self.tokens:
             raise ValueError(f"this static cache has room for {self.tokens} tokens of this model, no more")
 
@@ -64,7 +65,8 @@ class FixedTable(Table):
         return replace(placement, seen=seen)
 
     def tags(self, placement: Placement) -> Tags:
-        """See `SlotTable.tags`. Live are the trips up to each token's last, and those that the pass itself stores."""
+        """See `SlotTable.tags`. Live are the iterations up to each token's last, and those that the pass itself
+        stores."""
         assert placement.slot is not None
         if isinstance(placement.seen, Tensor):
             place = placement.seen % (self.capacity + 1)
@@ -82,8 +84,8 @@ class FixedTable(Table):
         return Tags(token, trip, live, self._extra("bias", placement), None, halt)
 
     def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
-        """For tokens in columns `[B, M]` of rows `[B, 1]`: the places of their trips after the first, and the place
-        that each repeats: its own, or that of the token's last trip. Both are `[B, (trips - 1) M]`."""
+        """The positions of all iterations after the first of tokens `[B, M]` in rows `[B, 1]`, and the position that
+        each is to copy: itself, or the token's last iteration. Both are `[B, (trips - 1) M]`."""
         trip = torch.arange(1, self.trips, device=token.device).unsqueeze(1)
         last = self.halt[rows, token].clamp(min=0).unsqueeze(1)  # [B', 1, M]
         token = token.unsqueeze(1)
@@ -92,7 +94,7 @@ class FixedTable(Table):
         return to, of
 
     def crop(self, columns: Tensor) -> None:
-        """Forget the tokens from a column on; nothing moves."""
+        """Forget all tokens from a column on; the stored slots keep their positions."""
         later = torch.arange(self.tokens, device=self.halt.device) >= columns
         self.halt = self.halt.masked_fill(later, EMPTY)
         self.count, self.columns = (self.halt + 1).sum(1), columns.clone()

@@ -1,4 +1,5 @@
-"""The slots that a slot may read, for FlexAttention: a function of two slots instead of a mask of all pairs.
+"""Attention rules for FlexAttention: a function says whether one slot (token, iteration) reads another, so no full mask
+is needed.
 
 A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the slots, `[B, N]`, and knows for each pair
 of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with
@@ -36,7 +37,7 @@ FAR = 1 << 30
 
 @dataclass
 class ReadingRule:
-    """Which keys the queries of one pass may read, and with what bias."""
+    """The rule by which queries of one pass read keys: a block mask, and a bias on the logits."""
 
     blocks: BlockMask
     bias: Tensor | None
@@ -85,11 +86,11 @@ def _blocks(
     live: Tensor | None,
     reach: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The blocks in which some slot may read another, and those in which every slot reads every other: `[B, blocks of
-    M, blocks of N]`.
+    """Which pairs of query and key blocks may contain a slot that reads another, and in which pairs every query slot
+    reads every key slot: `[B, blocks of M, blocks of N]` each.
 
-    Both follow from the smallest and largest token, trip and document of a block, without looking at pairs. The first
-    may include a block where none does, the second may miss a block where all do.
+    Both follow from the smallest and largest token, iteration and document of a block, without looking at pairs. The
+    first may include a block where none does, the second may miss a block where all do.
     """
     (t, last_t), (k, last_k), *mine = (_range(x, -FAR, 2) for x in query if x is not None)
     (of, last_of), (at, last_at), *other = (_range(x, FAR, 1) for x in key if x is not None)
@@ -108,14 +109,15 @@ def _blocks(
 
 
 def _range(x: Tensor, fill: int, along: int) -> tuple[Tensor, Tensor]:
-    """The minimum and the maximum of each block of `x`, `[B, N]`, with an axis of size one at `along`. A last block
-    that is filled up never reads, or is read, as a whole."""
+    """The minimum and the maximum of `x` `[B, N]` in each block of the last axis, with a new axis of size one at
+    `along`. A last block that is filled up never reads, or is read, as a whole."""
     blocks = torch.nn.functional.pad(x, (0, -x.shape[1] % BLOCK), value=fill).unflatten(1, (-1, BLOCK))
     return blocks.amin(2).unsqueeze(along), blocks.amax(2).unsqueeze(along)
 
 
 def _listed(which: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of key blocks of each query block, and their indices, used ones first: `[B, 1, M]`, `[B, 1, M, N]`."""
+    """For each query block, the number of key blocks to compute, and key block indices with those first: `[B, 1, M]`,
+    `[B, 1, M, N]`."""
     order = (~which).to(torch.int8).argsort(dim=-1, stable=True)
     return which.sum(-1, dtype=torch.int32).unsqueeze(1), order.to(torch.int32).unsqueeze(1)
 
@@ -131,7 +133,8 @@ def attend_by_rule(
     softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Like transformers' attention functions, with a rule instead of a mask. Biases are added to capped logits."""
+    """FlexAttention as a transformers attention function, with a `ReadingRule` instead of a mask. Biases are added to
+    capped logits."""
     if dropout:
         raise ValueError(f"attention_dropout={dropout}: attn_implementation={FLEX} has no dropout: set it to 0")
     groups, bias = query.shape[1] // key.shape[1], rule.bias

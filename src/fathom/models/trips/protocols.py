@@ -1,4 +1,5 @@
-"""Protocols of a model that the walk and speculation need; `FathomModel` and `FathomForCausalLM` have it."""
+"""Protocols (typing) of what `walk.py` and `speculation.py` need of a model; `FathomModel` and `FathomForCausalLM`
+satisfy them."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..axes.visit import Plan
 
 
 class Decoder(Protocol):
-    """The layers, what stands before and after them, and which visits are made."""
+    """Protocol of a decoder: its layers, its embedding and final norm, and the order in which layers run."""
 
     config: DecoderConfig
     training: bool
@@ -44,7 +45,7 @@ class Decoder(Protocol):
 
     @property
     def recomputing(self) -> bool:
-        """Whether this forward pass recomputes its passes in the backward pass."""
+        """Whether the backward pass recomputes each pass through the layers."""
 
     def causal_masks(
         self,
@@ -59,10 +60,10 @@ class Decoder(Protocol):
         """The input of the first layer for tokens `[B, T]`."""
 
     def plan_of(self, trips: int) -> Plan:
-        """The visits of so many trips."""
+        """The plan for this number of iterations: which layers run, in order."""
 
     def trips_asked(self, max_trips: int | None) -> int:
-        """The number of trips of a forward pass that asks for at most `max_trips`."""
+        """The number of iterations that a forward pass makes, given its `max_trips`."""
 
 
 class CausalDecoder(Protocol):

@@ -1,4 +1,6 @@
-"""The slots that a slot may read: the views of a recurrence as masks, and what is added to a key's logit.
+"""Attention masks between slots (token, iteration) for the three views of a recurrence, and biases on keys' logits.
+
+Slot (t, k) reads (t', k') if
 
     SAME    t' <= t  and  k' = min(k, halt of t')
     DUO     t' <= t  and  k' <= k
@@ -28,7 +30,8 @@ BY_ROWS = "_by_rows"
 
 
 def reads(view: View, t: Tensor, k: Tensor, of: Tensor, at: Tensor, halt: Tensor | None) -> Tensor:
-    """Whether slot (t, k) reads slot (of, at), whose token's last trip is `halt`."""
+    """Whether slot (token t, iteration k) reads slot (token `of`, iteration `at`); `halt` is the last iteration of
+    token `of`."""
     if view is View.ALL:
         return (of < t) | ((of == t) & (at <= k))
     if view is View.DUO:
@@ -38,7 +41,7 @@ def reads(view: View, t: Tensor, k: Tensor, of: Tensor, at: Tensor, halt: Tensor
 
 
 def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torch.dtype | None) -> Tensor:
-    """Which query slot reads which key slot, `[B, 1, M, N]`: bool, or with a `dtype` the summand of the logit.
+    """The attention mask between query and key slots, `[B, 1, M, N]`: boolean, or additive if a `dtype` is given.
 
     Args:
         view: The recurrence's view.
@@ -68,7 +71,8 @@ def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torc
 def with_key_bias(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with more channels, whose attention is that of the given ones with `bias` on the logits.
+    """Extend queries, keys and values by channels such that their plain attention equals attention with `bias` on the
+    logits.
 
     A query's new channel is a power of two c near 1 / scaling, so that it is exact; a key's is bias / (scaling c), in
     half precision split into its rounded value and the remainder. The output's new channels are 0.
@@ -101,9 +105,10 @@ def attend_beside(
     mask: Tensor | None,
     **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention to keys and values of earlier trips, (key, value, key, value, …), in addition to the new ones.
+    """Attend to the keys and values of earlier iterations, (key, value, key, value, …), as well as to the new ones.
 
-    The backward pass recomputes the concatenation. Otherwise every trip would keep a copy of all earlier trips.
+    The backward pass recomputes the concatenation. Otherwise every iteration would keep a copy of all earlier
+    iterations.
     """
 
     def read(query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -116,7 +121,7 @@ def attend_beside(
 
 
 def side_by_side(parts: Sequence[Tags], interleave: bool = False) -> Tags:
-    """The slots of several trips on one axis; interleaved, they are trips of the same tokens."""
+    """Concatenate the slots of several iterations on one axis, or interleave them token by token."""
     batch = max(len(x) for part in parts for x in (part.token, part.live, part.bias, part.document) if x is not None)
 
     def join(name: str, fill: float) -> Tensor | None:

@@ -1,9 +1,9 @@
-"""The slot cache: one cache layer per physical layer, whose time axis counts slots.
+"""The slot cache, which stores keys and values of each (token, iteration) pair, in one cache layer per model layer.
 
-It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was made are
-stored one after another in each row of the batch, so a token with three trips takes three positions. A static cache has
-a fixed position for every trip of every token. All layers share a table of what is stored where. `get_seq_length`
-counts tokens, because positions and masks of `generate` depend on it. Padding is never stored.
+It serves recurrences whose iterations read one another or whose tokens halt. Keys and values of every slot that was
+made are stored one after another in each row of the batch, so a token with three iterations takes three positions. A
+static cache has a fixed position for every iteration of every token. All layers share a table of what is stored where.
+`get_seq_length` counts tokens, because positions and masks of `generate` depend on it. Padding is never stored.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from .slot_table import Placement, SlotTable, grown, without
 
 
 def _stored(which: int, words: str) -> property:
-    """A layer's keys or values in transformers' form; transformers only ever sets them to None."""
+    """A property with a layer's keys or values in transformers' shape; the only value that transformers assigns to it
+    is None."""
 
     def read(layer: SlotLayer) -> Tensor | None:
         return None if layer.stored is None else layer.stored[which][:, : layer.table.end].transpose(1, 2)
@@ -32,12 +33,12 @@ def _stored(which: int, words: str) -> property:
 
 
 class GrowingLayer(CacheLayerMixin):
-    """A cache layer that holds every token, without a maximum."""
+    """A cache layer that grows without a maximum and keeps every token."""
 
     is_sliding = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Number of tokens that a forward pass reads, and the position of the first one."""
+        """The number of tokens to which a forward pass attends, and the position of the first."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -48,7 +49,8 @@ class GrowingLayer(CacheLayerMixin):
 
 
 class SlotLayer(GrowingLayer):
-    """Keys and values of one physical layer, slot by slot. The last position of the buffers takes discarded slots.
+    """The cache of one layer of the model, with a position for each slot (token, iteration). The last position of the
+    buffers takes discarded slots.
 
     transformers calls every layer of a cache in turn; the first layer acts for all layers of its `family`.
 
@@ -81,11 +83,13 @@ class SlotLayer(GrowingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """ModelError: a slot needs a token and a trip, which only the model's own pass knows (`exchange`)."""
+        """Raises a `TypeError`: storing needs the iteration of each token, which only the model's own code knows (see
+        `exchange`)."""
         raise TypeError("a slot cache is written by the model that made it")
 
     def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of a pass, `[B', H_kv, M, D]`, and return those that it reads."""
+        """Store the new keys and values of a pass, `[B', H_kv, M, D]`; returns the keys and values that the pass
+        attends to."""
         if self.stored is None:
             self.lazy_initialization(*new)
         self.fit()
@@ -96,7 +100,8 @@ class SlotLayer(GrowingLayer):
         return placement.read(keys).transpose(1, 2), placement.read(values).transpose(1, 2)
 
     def fit(self) -> None:
-        """Give the buffers the table's capacity. A layer outside a loop falls behind while other layers make trips."""
+        """Enlarge the buffers to the table's capacity. A layer outside a loop falls behind while other layers make
+        iterations."""
         assert self.stored is not None
         places = self.stored[0].shape[1]
         if places <= self.table.capacity:
@@ -107,23 +112,24 @@ class SlotLayer(GrowingLayer):
     values = _stored(1, "As `keys`.")
 
     def get_seq_length(self) -> int:
-        """Tokens, not slots; a tensor if positions are fixed, as in transformers' static caches."""
+        """The number of tokens (not slots) in the cache; a tensor if positions are fixed, as in transformers' static
+        caches."""
         return self.table.columns  # type: ignore[return-value]
 
     @property
     def first(self) -> bool:
-        """Whether this layer acts for all."""
+        """Whether this is the cache's first layer, which acts for all layers when transformers calls each in turn."""
         return self.family[0] is self
 
     def change(self, how: Callable[[Tensor], Tensor]) -> None:
-        """Change the stored tensors of all layers."""
+        """Apply a function to the stored keys and values of all layers."""
         for layer in self.family:
             if layer.stored is not None:
                 layer.fit()
                 layer.stored = how(layer.stored[0]), how(layer.stored[1])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows, for beam search, or keep some."""
+        """Reorder the batch's sequences for beam search, or keep only some."""
         if self.first:
             self.table.select(beam_idx)
             self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
@@ -136,7 +142,7 @@ class SlotLayer(GrowingLayer):
         self.reorder_cache(torch.arange(len(count), device=count.device).repeat_interleave(repeats))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last `-tokens_to_remove` tokens, as transformers counts them."""
+        """Remove tokens from the end; as in transformers, `tokens_to_remove` is their negative number."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
         if not self.first or not tokens_to_remove or not self.table.columns:
@@ -155,7 +161,7 @@ class SlotLayer(GrowingLayer):
 
 
 def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> None:
-    """Start again with this many rows."""
+    """Empty all layers, and prepare them for this number of sequences."""
     table = layers[0].table.emptied(rows, device)
     for layer in layers:
         layer.table, layer.stored, layer.is_initialized = table, None, False
@@ -164,7 +170,7 @@ def empty_slots(layers: list[SlotLayer], rows: int, device: torch.device) -> Non
 def with_slots(
     cache: Cache, layers: int, trips: int, view: View, rows: int, device: torch.device
 ) -> SlotTable | FixedTable:
-    """Turn an empty cache into a slot cache of this many rows, in place, and return its table. Idempotent."""
+    """Turn an empty cache into a slot cache for this number of sequences, in place; returns its table. Idempotent."""
     if cache.layers and isinstance(first := cache.layers[0], SlotLayer):
         if isinstance(first.table, FixedTable) and first.table.trips < trips:
             raise ValueError(f"this static cache has room for {first.table.trips} trips of a token, not {trips}")
@@ -192,7 +198,8 @@ def with_slots(
 
 
 def repeat_last(cache: Cache, token: Tensor) -> None:
-    """Fill the fixed positions of trips that tokens `[B, M]` did not make with a copy of their last trip, for SAME."""
+    """For view SAME in a static cache: copy each token's last iteration into the positions of iterations that it did
+    not make."""
     rows = torch.arange(len(token), device=token.device).unsqueeze(1)
     to, of = cache.layers[0].table.repeats(rows, token)
     for layer in cache.layers:
@@ -201,7 +208,7 @@ def repeat_last(cache: Cache, token: Tensor) -> None:
 
 
 def merge_slots(cache: Cache, other: Cache) -> None:
-    """Append the rows of another slot cache to this one; the other cache is consumed."""
+    """Append the sequences of another slot cache to this one; the other cache must not be used afterwards."""
     mine, theirs = cache.layers[0].table, other.layers[0].table
     capacity = max(mine.capacity, theirs.capacity)
     for layer, added in zip(cache.layers, other.layers, strict=True):
@@ -217,7 +224,7 @@ def merge_slots(cache: Cache, other: Cache) -> None:
 
 
 def drop_row(cache: Cache, row: int) -> None:
-    """Remove a row from a slot cache with several rows; the last row takes its index.
+    """Remove a sequence from a slot cache that holds several; the last sequence moves to its index.
 
     Only the last row is copied. The memory of a row is freed when others are merged, or by `trim_slots`.
     """
@@ -226,7 +233,7 @@ def drop_row(cache: Cache, row: int) -> None:
 
 
 def trim_slots(cache: Cache, capacity: int) -> None:
-    """Free the memory of dropped rows, and positions beyond `capacity` that no other row uses."""
+    """Free the memory of removed sequences, and of positions beyond `capacity` that no sequence uses."""
     table, first = cache.layers[0].table, cache.layers[0]
     capacity = max(table.end, min(capacity, table.capacity))
     if capacity == table.capacity and first.stored[0].untyped_storage().nbytes() == first.stored[0].nbytes:

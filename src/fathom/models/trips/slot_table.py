@@ -1,11 +1,12 @@
-"""The table of a slot cache: the token and trip of each stored position, and which positions a trip reads.
+"""The table of a slot cache: the token and iteration at each stored position, and the positions that an iteration
+reads.
 
 One table serves all layers. A `SlotTable` grows, and stores slots one after another in each row of the batch, without
 padding. The positions of a `FixedTable` (`fixed_table.py`) are fixed, so that decoding can be compiled. Both inherit
 from `Table`.
 
-Under SAME and DUO a trip reads only some of the slots. It looks them up in an index of positions, `[B, trip, token]`,
-and gathers them, or reads every position under a mask; `gathering_pays` decides.
+Under SAME and DUO an iteration reads only some of the slots. It looks them up in an index of positions, `[B, trip,
+token]`, and gathers them, or reads every position under a mask; `gathering_pays` decides.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ EXTRA = ("bias", "document")
 
 
 def with_spare(places: int) -> int:
-    """`count` and 1/SPARE more, by which full buffers grow."""
+    """A buffer size with spare room: `places` plus 1/SPARE of it, so that buffers grow rarely."""
     return places + places // SPARE
 
 
 def gathering_pays(queries: int, found: int, stored: int, copied: bool) -> bool:
-    """Whether to gather the slots that a pass reads, instead of reading all stored slots under a mask.
+    """Whether copying only the slots that a pass reads is cheaper than attending to all stored slots under a mask.
 
     A single query is limited by memory bandwidth, so gathering pays if about 2.5 positions are stored for each one that
     is read. The many queries of a prompt read for longer than copying takes.
@@ -52,7 +53,8 @@ def gathering_pays(queries: int, found: int, stored: int, copied: bool) -> bool:
 
 @dataclass
 class Tags:
-    """The slots along an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` if rows agree."""
+    """The token, iteration and other tags of slots along a query or key axis, `[B, N]` each, or `[1, N]` if all
+    sequences agree."""
 
     token: Tensor
     """The token's column, counted from the first token in the cache."""
@@ -71,7 +73,7 @@ class Tags:
 
 @dataclass
 class Placement:
-    """Where the slots of one pass are stored."""
+    """The positions where the slots of one pass are stored, and those that the pass reads."""
 
     batch: Tensor | None
     """Rows of the batch, `[B']`; None for all."""
@@ -88,12 +90,12 @@ class Placement:
     """False where `seen` only pads the rectangle, `[B', N]`; None if it has no padding."""
 
     def shape(self, rows: int, query: Tags) -> tuple[int, int]:
-        """B' and M, for a table of `rows` rows."""
+        """The number of sequences B' and of slots M in the pass, for a table of `rows` sequences."""
         known = self.batch if self.batch is not None else self.slot
         return rows if known is None else len(known), query.token.shape[1]
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
-        """Put `[B', M, ...]` into `[B, capacity, ...]`."""
+        """Write the pass's tensors `[B', M, ...]` to their positions in a buffer `[B, capacity, ...]`."""
         if self.slot is None:
             buffer[:, self.start : self.end] = new
         else:
@@ -101,7 +103,7 @@ class Placement:
             buffer[rows.unsqueeze(1), self.slot] = new.to(buffer.dtype)
 
     def read(self, buffer: Tensor) -> Tensor:
-        """The part of a buffer that the pass reads, `[B', N, ...]`."""
+        """Read the part of a buffer that the pass may attend to, `[B', N, ...]`."""
         if isinstance(self.seen, Tensor):
             # by one axis, which takes half the time of an index for rows and one for positions
             return buffer.flatten(0, 1).index_select(0, self.seen.flatten()).unflatten(0, self.seen.shape)
@@ -112,7 +114,8 @@ class Placement:
 
 
 class Table:
-    """Common base of both tables: the slots of each row, the last trip of each token, and tags that few models have.
+    """Base class of `SlotTable` and `FixedTable`: each sequence's number of slots, each token's last iteration, and
+    optional tags.
 
     Args:
         rows: Rows of the batch.
@@ -134,16 +137,16 @@ class Table:
         """The tags of `EXTRA` that passes have brought, `[B, capacity + 1]`."""
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply a change to everything that has one entry per row of the batch."""
+        """Apply a function to all tensors of the table that have one entry for each sequence of the batch."""
         self.count, self.halt = change(self.count), change(self.halt)
         self.extra = {name: change(tensor) for name, tensor in self.extra.items()}
 
     def select(self, rows: Tensor) -> None:
-        """Reorder, repeat or drop rows of the batch."""
+        """Select sequences of the batch by index: reorder, repeat or remove them."""
         self.each(lambda x: x.index_select(0, rows.to(x.device)))
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
-        """Record the trips that the tokens of a pass made; `deepest` is the latest trip among them."""
+        """Record the last iteration that each token of a pass has made; `deepest` is the largest of them."""
         rows, live = self._members(query, placement)
         place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
         trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
@@ -151,20 +154,20 @@ class Table:
         self.deepest = max(self.deepest, deepest)
 
     def commit(self, query: Tags, placement: Placement) -> None:
-        """Count the slots that a pass has written."""
+        """Count the slots of a pass as stored, after the pass has written them."""
         rows, live = self._members(query, placement)
         self.count.index_add_(0, rows, live.sum(1))
         self.end = max(self.end, placement.end)
 
     def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
-        """Rows of the batch `[B']`, and which of their slots are kept `[B', M]`."""
+        """Which sequences of the batch take part, `[B']`, and which of their slots are kept, `[B', M]`."""
         shape = placement.shape(len(self.count), query)
         rows = torch.arange(shape[0], device=self.count.device) if placement.batch is None else placement.batch
         live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
         return rows, live.expand(shape)
 
     def _write(self, query: Tags, placement: Placement) -> None:
-        """Store the tags of a pass's slots."""
+        """Write the tags (token, iteration and others) of a pass's slots into the table."""
         shape = placement.shape(len(self.count), query)
         for name in EXTRA:
             value = getattr(query, name)
@@ -183,13 +186,14 @@ class Table:
         return x if placement.batch is None else x[placement.batch]
 
     def _across(self, place: Tensor, placement: Placement) -> Tensor:
-        """Positions `[B', N]` of a pass's rows, counted over all rows."""
+        """Convert positions `[B', N]` within the pass's sequences to indices into a buffer that is flattened over all
+        sequences."""
         rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
         return place.clamp(min=0) + rows.unsqueeze(1) * (self.capacity + 1)
 
 
 class SlotTable(Table):
-    """A growing table: each row holds its slots one after another.
+    """The table of a growing slot cache: each sequence's slots are stored one after another.
 
     Args:
         rows: Rows of the batch.
@@ -213,7 +217,7 @@ class SlotTable(Table):
         """Where each slot stands, `[B, trip, column]`, or `EMPTY`; without trips until a pass wants to know."""
 
     def emptied(self, rows: int, device: torch.device) -> SlotTable:
-        """A new table of this kind."""
+        """A new, empty table of the same kind."""
         return SlotTable(rows, self.view, device)
 
     def each(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -234,7 +238,7 @@ class SlotTable(Table):
             self.index = torch.nn.functional.pad(self.index, more, value=EMPTY)
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
-        """Where the slots of a pass will be stored; nothing changes until `commit`.
+        """Decide where the slots of a pass will be stored, without counting them before `commit`.
 
         Args:
             query: The slots of the pass.
@@ -263,7 +267,7 @@ class SlotTable(Table):
         super()._write(query, placement)
 
     def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
-        """Slots of each row once these are stored, and the end of the positions to read."""
+        """Each sequence's number of slots after the pass is stored, and the end of the positions to read."""
         counts = list(self.counts)
         rows = list(range(len(counts))) if rows is None else rows
         living = query.living
@@ -280,7 +284,7 @@ class SlotTable(Table):
             self.resize(with_spare(end))
 
     def resize(self, capacity: int) -> None:
-        """Give every row room for this many slots, plus one position for discarded slots."""
+        """Resize the table to this number of slots for each sequence, plus one position for discarded slots."""
         self.capacity = capacity
         self.token, self.trip = grown(self.token, capacity, self.end, EMPTY), grown(self.trip, capacity, self.end)
         self.extra = {name: grown(tensor, capacity, self.end) for name, tensor in self.extra.items()}
@@ -293,7 +297,7 @@ class SlotTable(Table):
             self._point(query, placement)
 
     def _point(self, query: Tags, placement: Placement) -> None:
-        """Add the slots of a pass to the index."""
+        """Enter the new slots of a pass into the index from (iteration, token) to position."""
         rows, live = self._members(query, placement)
         if self.deepest >= self.index.shape[1]:
             more = (0, 0, 0, self.deepest + 1 - self.index.shape[1])
@@ -306,7 +310,7 @@ class SlotTable(Table):
         self.index.view(-1).scatter_reduce_(0, at.expand_as(live).flatten(), new.flatten(), "amax")
 
     def _indexed(self) -> Tensor:
-        """An index of the counted slots."""
+        """Build the index from (iteration, token) to the position of its slot."""
         trips, columns = self.deepest + 1, self.halt.shape[1]
         place = torch.arange(self.token.shape[1], device=self.token.device)
         at = torch.where(place < self.count.unsqueeze(1), self.trip * columns + self.token, trips * columns)
@@ -315,12 +319,12 @@ class SlotTable(Table):
         return index[:, :-1].unflatten(1, (trips, columns)).contiguous()
 
     def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
-        """Leave out the positions that a pass of `trip` cannot see, if gathering the others pays.
+        """Restrict a pass to gathering the positions that iteration `trip` may read, if that is cheaper than a mask.
 
         Args:
             placement: The placement of the pass.
             query: The slots of the pass.
-            trip: Their trip.
+            trip: Their iteration.
             alone: Whether the forward pass has one token per row; a single remaining one of several does not count.
         """
         found = self.halt.shape[1] * (1 if self.view is View.SAME else trip + 1)
@@ -344,7 +348,7 @@ class SlotTable(Table):
         self.even = self.even and placement.slot is None
 
     def tags(self, placement: Placement) -> Tags:
-        """The slots that a pass can see, including its own."""
+        """The tags of the slots that a pass may read, including its own."""
         token, trip = placement.read(self.token), placement.read(self.trip)
         live = None
         if isinstance(placement.seen, Tensor):
@@ -356,7 +360,7 @@ class SlotTable(Table):
         return Tags(token, trip, live, self._extra("bias", placement), self._extra("document", placement), halt)
 
     def crop(self, columns: int) -> Tensor:
-        """Forget the tokens from a column on; returns the moves of the slots, `[B, capacity + 1]`."""
+        """Remove all tokens from a column on; returns the new order of the stored slots, `[B, capacity + 1]`."""
         within = torch.arange(self.token.shape[1], device=self.token.device) < self.count.unsqueeze(1)
         keep = within & (self.token < columns)
         order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
@@ -396,12 +400,12 @@ class SlotTable(Table):
         self.settle()
 
     def drop(self, row: int) -> None:
-        """Remove a row; the last row takes its index."""
+        """Remove a sequence from the table; the last sequence moves to its index."""
         self.each(lambda x: without(x, row))
         self.settle()
 
     def settle(self) -> None:
-        """After rows were added or removed: drop columns that are padding in every row, and recount each row's
+        """Update the table after sequences were added or removed: drop columns that are padding everywhere, and recount
         slots."""
         made = self.halt != EMPTY
         used, full = to_host(torch.stack([made.any(0), made.all(0)]))
@@ -413,7 +417,7 @@ class SlotTable(Table):
         self.even = min(self.counts) == self.end and all(to_host(torch.stack(alike)))
 
     def _end_at(self, columns: int) -> None:
-        """Renumber columns so that there are `columns` of them, with the same end."""
+        """Change the number of columns by adding or removing some on the left, and renumber tokens accordingly."""
         by, self.index = columns - self.columns, self.halt.new_empty(len(self.halt), 0, 0)
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
         self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # negative padding crops
@@ -421,14 +425,14 @@ class SlotTable(Table):
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0) -> Tensor:
-    """A new buffer `[B + more, capacity + 1, ...]` with the first `used` positions of the old one."""
+    """A larger buffer `[B + more, capacity + 1, ...]` that starts with the first `used` positions of the old one."""
     new = buffer.new_full((len(buffer) + more, capacity + 1, *buffer.shape[2:]), fill)
     new[: len(buffer), :used] = buffer[:, :used]
     return new
 
 
 def without(rows: Tensor, row: int) -> Tensor:
-    """All rows but one; the last row takes its index."""
+    """Remove one row of a tensor; the last row moves to its index."""
     if row != len(rows) - 1:
         rows[row] = rows[-1]
     return rows[:-1]

@@ -1,12 +1,12 @@
-"""Slots: which (layer, trip) runs when, which tokens make a trip, and how all tokens make their trips at once.
+"""The order in which (layer, iteration) pairs run, which tokens take part, and solvers for all tokens at once.
 
-A slot is one pass of one token through the stack. The *plan* lists, trip by trip, the visits that a forward pass makes;
-it is a pure function of the configuration, so the model loop, the declared cost and the lens always agree. Rotary
-positions never depend on the trip.
+A slot is one pass of one token through the stack. The *plan* lists, iteration by iteration, the visits that a forward
+pass makes; it is a pure function of the configuration, so the model loop, the declared cost and the lens always agree.
+Rotary positions never depend on the iteration.
 
-`sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding. With all
-tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps it.
-Neither knows any mechanism. `reading.py` decides what a trip may read, and `walk.py` makes it.
+`sweep` is the loop that defines every recurrence: iteration, gate, feed. With one token and a cache it is decoding.
+With all tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps
+it. Neither knows any mechanism. `reading.py` decides what an iteration may read, and `walk.py` makes it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ if TYPE_CHECKING:
 
 
 def plan(config: DecoderConfig, trips: int | None = None) -> Plan:
-    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after it to the last.
+    """The plan of a forward pass: for each iteration, the layers that run, in order. Layers before the looped span
+    belong to iteration 0, those after it to the last.
 
     Args:
         config: The model's configuration.
-        trips: Number of trips; by default the configuration's.
+        trips: Number of iterations; by default the configuration's.
     """
     if trips is None:
         trips = recurrence_class(config).trips_of(config)
@@ -83,21 +84,21 @@ def _sources(config: DecoderConfig, layer: int, trip: int, index: dict[tuple[int
 
 
 def banks_of(trips: Sequence[Sequence[Visit]]) -> list[int]:
-    """The layer of every bank of a plan, in the order of the banks."""
+    """The layer index of each bank (cache layer) in a plan, in the order of the banks."""
     layers = {visit.bank: visit.layer for trip in trips for visit in trip}
     return [layers[bank] for bank in sorted(layers)]
 
 
 def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
-    """Extend a cache for one trip to a layer for each bank. Idempotent.
+    """Extend a cache so that it has one layer for each (layer, iteration) pair that stores keys and values. Idempotent.
 
-    A bank holds the keys and values of one layer in one trip, or in all of them where trips share them; to a Hugging
-    Face cache it is one more layer, which is why dynamic, static, sliding and quantised caches need no code here. The
-    layers are copied while the cache is empty, so they cost nothing until they are written.
+    A bank holds the keys and values of one layer in one iteration, or in all of them where iterations share them; to a
+    Hugging Face cache it is one more layer, which is why dynamic, static, sliding and quantised caches need no code
+    here. The layers are copied while the cache is empty, so they cost nothing until they are written.
 
     Args:
-        cache: A cache of one trip, or one that has its banks already.
-        trips: Number of trips.
+        cache: A cache of one iteration, or one that has its banks already.
+        trips: Number of iterations.
     """
     if len(trips) == 1 and len(cache.layers) == len(trips[0]):
         return cache  # at every decoded token of most models
@@ -122,8 +123,8 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
 
 @dataclass  # not frozen: dynamo cannot build frozen ones
 class TokenSubset:
-    """The tokens that make a trip. Dense: every token is computed and `put` keeps the halted ones as they were.
-    Picked: the others are left out, and what is left is packed to a rectangle."""
+    """The tokens that take part in an iteration. Dense: every token is computed and `put` keeps the halted ones as they
+    were. Picked: the others are left out, and what is left is packed to a rectangle."""
 
     alive: Tensor | None = None
     """`[B, T]`; None when no token has halted."""
@@ -141,15 +142,16 @@ class TokenSubset:
 
     @classmethod
     def pick(cls, alive: Tensor) -> TokenSubset | None:
-        """Leave out tokens that halted, and rows in which all tokens have; None if no token is left."""
+        """Leave out halted tokens, and sequences whose tokens have all halted; None if no token is left."""
         known = to_host(alive)
         rows = [i for i, row in enumerate(known) if any(row)]
         return cls._left(alive, known, None if len(rows) == len(known) else rows) if rows else None
 
     @classmethod
     def pack(cls, alive: Tensor) -> TokenSubset:
-        """Leave out the tokens that halted; rows are padded to the longest. At least one column stays even if all have
-        halted: the penalty reads the trip's gates, and ranks that share a model must make the same passes."""
+        """Leave out halted tokens in each sequence, and pad the sequences to the longest. At least one column stays
+        even if all have halted: the penalty reads the iteration's gates, and ranks that share a model must make the
+        same passes."""
         return cls._left(alive, to_host(alive), None)
 
     @property
@@ -171,7 +173,7 @@ class TokenSubset:
         return cls(alive, batch, index, inside.gather(1, index), rows, living)
 
     def take(self, x: Tensor) -> Tensor:
-        """Select the tokens that take part: `[B, T, ...]` to `[B', M, ...]`."""
+        """Select the tokens that take part in an iteration: `[B, T, ...]` becomes `[B', M, ...]`."""
         if self.batch is not None:
             x = x[self.batch]
         if self.index is not None:
@@ -179,7 +181,8 @@ class TokenSubset:
         return x
 
     def put(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """New values for the tokens that took part, old ones (or zero) for the others: `[B, T, ...]`."""
+        """Merge the new values of the tokens that took part with the old ones (or zero) of the others, `[B, T,
+        ...]`."""
         if self.alive is None:
             return new
         if self.valid is None:
@@ -194,24 +197,24 @@ class TokenSubset:
         return made if self.batch is None else old.index_copy(0, self.batch, made)
 
     def take_all(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`take` of every tensor of a state."""
+        """Apply `take` to every tensor of a state."""
         return dict(state) if self.whole else {name: self.take(x) for name, x in state.items()}
 
     def put_all(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`put` of every tensor of a state."""
+        """Apply `put` to every tensor of a state."""
         if self.alive is None:
             return {**old, **new}
         return {**old, **{name: self.put(old.get(name), x) for name, x in new.items()}}
 
 
 def _first_true(which: Tensor, count: int) -> Tensor:
-    """The first `count` indices along the last axis, those that are True before the others, in order."""
+    """The first `count` indices along the last axis after sorting the True entries to the front."""
     return (~which).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
 
 
 @dataclass
 class Turn:
-    """A trip that is about to be made."""
+    """An iteration that is about to run: its number, input, tokens and state."""
 
     trip: int
     x: Tensor
@@ -234,20 +237,22 @@ def sweep(
     stop: int | None = None,
     state: TripState | None = None,
 ) -> tuple[TripState, list[Turn]]:
-    """Run the trips one after another: layers, gate, then the next trip's input. Returns the final state and turns.
+    """Run iterations one after another: the layers, the recurrence's `gate`, then its `feed` for the next input.
+    Returns the final state and turns.
 
-    A token that halts keeps the state, and therefore the readout, of its last trip. The result is the same whether
+    A token that halts keeps the state, and therefore the readout, of its last iteration. The result is the same whether
     halted tokens are left out (`pick`) or computed and discarded.
 
     Args:
         recurrence: Supplies `gate`, `feed` and `key_bias`.
-        x: Trip 0's input, `[B, T, hidden_size]`.
+        x: Iteration 0's input, `[B, T, hidden_size]`.
         make: Runs the stack once over the tokens of a turn.
-        trips: Maximum trips of a token, the first included.
-        live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
-        pick: Selects the tokens of the next trip, or returns None to end the sweep. Without `pick`, halted tokens are
-            computed and discarded.
-        stop: Stop after this many trips, with the input of the next one made; 0 makes all trips and feeds none.
+        trips: Maximum iterations of a token, the first included.
+        live: `[B, T]`, False for padding, which makes one iteration only when tokens may halt.
+        pick: Selects the tokens of the next iteration, or returns None to end the sweep. Without `pick`, halted tokens
+            are computed and discarded.
+        stop: Stop after this many iterations, with the input of the next one made; 0 makes all iterations and feeds
+            none.
         state: The state carried over from the previous Jacobi round.
     """
     state = dict(state or {})
@@ -291,7 +296,9 @@ def jacobi(
     until_still: bool = False,
     kept: int = 0,
 ) -> TripState:
-    """Solve for all tokens at once where a trip reads other tokens' later trips.
+    """Jacobi solver: compute all tokens in parallel although an iteration reads later iterations of other tokens.
+
+    The steps:
 
         grow    S_0 = x_0;  for m in 0..K-1:  H = pass(S_0..S_m);  S_{j+1} <- feed(S_j, H_j)  for j = 0..m in turn
         rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for j = 0..K-1 in turn
@@ -302,7 +309,7 @@ def jacobi(
 
     Args:
         recurrence: Supplies `gate`, `feed` and `key_bias`.
-        x: Trip 0's input, `[B, T, hidden_size]`.
+        x: Iteration 0's input, `[B, T, hidden_size]`.
         through: One pass over the slots of some turns, interleaved by token, and whether it is the final one.
         trips: K + 1.
         rounds: n; the result is exact for n ≥ (T - 1) K.
@@ -345,6 +352,6 @@ def jacobi(
 
 
 def joined(states: Sequence[TripState]) -> TripState:
-    """States of consecutive tokens joined; entries that are not in all of them are dropped."""
+    """Concatenate the states of consecutive chunks of tokens; entries that are not in all of them are dropped."""
     names = [name for name in states[0] if all(name in state for state in states)]
     return {name: torch.cat([state[name] for state in states], 1) for name in names}

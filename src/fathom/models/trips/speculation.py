@@ -1,11 +1,12 @@
-"""Self-speculative decoding: a model of several trips drafts with its first ones and verifies with the rest, exactly.
+"""Self-speculative decoding: a looped model drafts tokens with its first iterations and verifies them exactly with the
+rest.
 
-Tokens are drafted one by one with the first `draft_trips` trips, read out early. Then the remaining trips of all of
-them are made in one pass that starts where the drafts stopped: in view SAME the first trips' keys and values do not
-depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole model confirms
-is kept, its own token replaces the first rejected one, and the caches of the rest are cropped. Greedy tokens equal
-those of plain decoding. Sampled tokens have the same distribution (accept with probability min(1, p/q), else draw from
-the normalised max(p - q, 0)).
+Tokens are drafted one by one with the first `draft_trips` iterations, read out early. Then the remaining iterations of
+all of them are made in one pass that starts where the drafts stopped: in view SAME the first iterations' keys and
+values do not depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole
+model confirms is kept, its own token replaces the first rejected one, and the caches of the rest are cropped. Greedy
+tokens equal those of plain decoding. Sampled tokens have the same distribution (accept with probability min(1, p/q),
+else draw from the normalised max(p - q, 0)).
 
 Rows of a batch advance together, as far as the row with the shortest run.
 """
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Speculation:
-    """Settings of drafting, and counts of drafted and accepted tokens."""
+    """Settings of self-speculative decoding, and counts of drafted and accepted tokens."""
 
     draft_trips: int = 1
     draft_tokens: int = 6
@@ -60,7 +61,7 @@ class Speculation:
 
 
 def check_speculation(model: CausalDecoder, asked: Speculation, trips: int) -> None:
-    """Refuse a model whose first trips cannot be made and read out separately."""
+    """Refuse to draft with a model whose first iterations cannot be run separately and used for predictions."""
     config, recurrence = model.config, model.model.recurrence
     if recurrence.view is not View.SAME or recurrence.halts:
         raise ValueError(
@@ -94,7 +95,7 @@ UNSUPPORTED = {
 
 
 def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
-    """Refuse arguments of `generate` that drafting does not support; an explicit None counts as given."""
+    """Refuse arguments of `generate` that drafting does not support, in the call or in the generation configuration."""
     for name, (nothing, why) in UNSUPPORTED.items():
         if (given.get(name, getattr(own, name)) or nothing) != nothing:
             raise ValueError(f"draft_trips: {why}")
@@ -103,7 +104,7 @@ def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
 
 
 class Stages:
-    """The trips of some tokens, made in two parts over one cache."""
+    """Runs the iterations of tokens in two parts, for drafting and for verification, over one cache."""
 
     def __init__(self, model: CausalDecoder, trips: int, cache: Cache | None = None) -> None:
         self.model, self.decoder, self.trips = model, model.model, trips
@@ -119,16 +120,17 @@ class Stages:
         sources: dict[int, KeyValue],
         state: TripState | None = None,
     ) -> tuple[Tensor, Tensor, TripState]:
-        """Make some trips: the last one's hidden state, what the next one starts from, `[B, T, hidden_size]` each, and
-        the recurrence's state.
+        """Run some iterations; returns the last one's hidden state, the next one's input (`[B, T, hidden_size]` each),
+        and the recurrence's state.
 
         Args:
-            x: The input of the first of these trips.
+            x: The input of the first of these iterations.
             positions: `[B, T]`
             padding: `[B, past + T]`; None without padding; or complete masks by layer type.
-            trips: The range of trips to make.
-            sources: By visit, keys and values of earlier trips of these tokens for mixers; these trips add theirs.
-            state: The recurrence's state after earlier trips of these tokens.
+            trips: The range of iterations to make.
+            sources: By visit, keys and values of earlier iterations of these tokens for mixers; these iterations add
+                theirs.
+            state: The recurrence's state after earlier iterations of these tokens.
         """
         first = self.plan[trips.start][-1].index
         held = self.cache.layers[first : first + 1]  # masks read this one, the other is longer
@@ -145,7 +147,7 @@ class Stages:
         return (recurrence.readout(state) if out.last else out.hidden), x, state
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """The input of the first trip, as the decoder itself makes it."""
+        """The first iteration's input for token ids, made by the decoder's own embedding."""
         return self.decoder.embedded(ids, positions)
 
     def crop(self, tokens: int) -> None:
@@ -156,7 +158,7 @@ class Stages:
 
 @dataclass
 class Drafts:
-    """Drafts that are verified together, `count` for each row."""
+    """Drafted tokens that are verified together, the same number for each sequence."""
 
     tokens: Tensor
     """`[B, count]`"""
@@ -179,7 +181,8 @@ def decode(
     speculation: Speculation,
     **given: Any,  # arguments that transformers would pass to its own loop; in the signature they would be passed twice
 ) -> Tensor | GenerateDecoderOnlyOutput:
-    """Continue `[B, T]` like `generate`; transformers calls this instead of its own loop."""
+    """Generate a continuation of prompts `[B, T]` with drafts; transformers' `generate` calls this instead of its own
+    loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
     trips = model.model.trips_asked(given.get("max_trips"))
     check_speculation(model, asked, trips)
@@ -231,13 +234,13 @@ class _Run:
         self.process, self.sampled = logits_processor, sampled
 
     def read(self, ids: Tensor) -> None:
-        """Read the prompt without its last token."""
+        """Prefill the caches with the prompt except its last token."""
         if ids.shape[1]:
             every, positions = range(len(self.stages.plan)), self._positions(0, ids)
             self.stages.make(self.stages.embed(ids, positions), positions, self._padding(ids.shape[1]), every, {})
 
     def draft(self, ids: Tensor, count: int) -> Drafts:
-        """Draft tokens, each from the first trips of the previous one."""
+        """Draft several tokens, each predicted by the first iterations of the previous one."""
         length, starts, drawn_from = ids.shape[1], [], []
         sources: list[dict[int, KeyValue]] = []
         states: list[TripState] = []
@@ -266,7 +269,8 @@ class _Run:
         )
 
     def verify(self, ids: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        """The next tokens `[B, count]`, of which `accepted + 1` follow the whole model, and `accepted`."""
+        """Verify drafts: returns tokens `[B, count]`, the first `accepted + 1` of which are the whole model's, and
+        `accepted`."""
         count, whole = drafts.tokens.shape[1], torch.cat((ids, drafts.tokens), 1)
         padding = self._padding(whole.shape[1] - 1)
         hidden, *_ = self.stages.make(
@@ -296,7 +300,8 @@ class _Run:
 
 
 def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens `[B, n]` of which the first `accepted + 1` are distributed as p, and `accepted`, `[B]`.
+    """Rejection sampling of drafts: returns tokens `[B, n]`, the first `accepted + 1` of which follow p, and `accepted`
+    `[B]`.
 
     Args:
         p: Distributions of the whole model, `[B, n, V]`, each after the drafts before it.
@@ -315,7 +320,7 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def side_by_side(sources: Sequence[Mapping[int, KeyValue]]) -> dict[int, KeyValue]:
-    """Keys and values `[B, H_kv, T, D]` of each visit, for tokens that were made one after another."""
+    """Concatenate the keys and values, `[B, H_kv, T, D]` by visit, of tokens that were drafted one after another."""
     gathered = {}
     for visit in sources[0]:
         keys, values = zip(*(one[visit] for one in sources), strict=True)

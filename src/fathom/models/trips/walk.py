@@ -1,10 +1,11 @@
-"""The walk over the layers, and what each trip reads and stores, with and without a cache.
+"""Run the decoder's layers for all iterations, with or without a cache, and decide what each iteration reads and
+stores.
 
-If no trip reads another one (view SAME, no halting), every trip is an ordinary forward pass with its own bank, and any
-Hugging Face cache works (`Banked`); a model of one trip is the simplest case. Otherwise there are two cases. Without a
-cache (training), keys and values of earlier trips enter each layer as tensors (`Dense`; `Packed` leaves halted tokens
-out), or, under ALL, all slots go through the stack side by side (`Interleaved`). With a cache (inference), they are in
-the slot cache (`Stored`).
+If no iteration reads another one (view SAME, no halting), every iteration is an ordinary forward pass with its own
+bank, and any Hugging Face cache works (`Banked`); a model of one iteration is the simplest case. Otherwise there are
+two cases. Without a cache (training), keys and values of earlier iterations enter each layer as tensors (`Dense`;
+`Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side (`Interleaved`). With a
+cache (inference), they are in the slot cache (`Stored`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ AT_ONCE = 1024
 
 @dataclass
 class Inputs:
-    """The arguments of a forward pass, without its embeddings."""
+    """The arguments of a decoder's forward pass, other than the embeddings."""
 
     trips: int
     positions: Tensor
@@ -67,18 +68,18 @@ class Inputs:
 
     @property
     def live(self) -> Tensor | None:
-        """`[B, T]`: which of the new tokens are not padding."""
+        """A mask `[B, T]` of the new tokens that are not padding; None without padding."""
         return None if self.padding is None else self.padding[:, -self.positions.shape[1] :].bool()
 
     def columns(self, start: int, stop: int) -> Inputs:
-        """The inputs for the new tokens `[start, stop)` alone."""
+        """The part of these arguments that belongs to the new tokens `[start, stop)`."""
         padding = None
         if self.padding is not None:
             padding = self.padding[:, : self.padding.shape[1] - self.positions.shape[1] + stop]
         return replace(self, positions=self.positions[:, start:stop], padding=padding)
 
     def documents(self) -> Tensor | None:
-        """`[1 or B, T]`: the document of each token, if positions restart."""
+        """The number of the packed document of each token, `[1 or B, T]`; None if positions never restart."""
         if self.packed is None:
             return None
         starts = self.packed[:, 1:] != self.packed[:, :-1] + 1
@@ -94,11 +95,11 @@ class Store:
 
 
 def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
-    """Make all trips of all tokens; returns the final state of the recurrence.
+    """Run all iterations of all tokens through the layers; returns the recurrence's final state.
 
     Args:
         model: The decoder.
-        x: Trip 0's input, `[B, T, hidden_size]`.
+        x: Iteration 0's input, `[B, T, hidden_size]`.
         inputs: The other arguments of the forward pass.
         cache: A cache with a bank for every visit; the `Store` of a model with slots.
     """
@@ -121,7 +122,7 @@ def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) 
 
 
 def _solved(model: Decoder, x: Tensor, inputs: Inputs) -> TripState:
-    """All trips of all tokens side by side."""
+    """Run view ALL without a cache by the Jacobi solver: all iterations of all tokens in the same passes."""
     recurrence = model.recurrence
     exact = recurrence.exact() and not model.training
     rounds = recurrence.rounds("train" if model.training else "evaluate", x.shape[1])
@@ -135,7 +136,8 @@ def _solved(model: Decoder, x: Tensor, inputs: Inputs) -> TripState:
 
 
 def _exact_rounds(length: int, trips: int) -> int:
-    """Jacobi rounds that equal token-by-token decoding; unavailable in a graph with a symbolic length."""
+    """The number of Jacobi rounds that makes the result equal token-by-token decoding; raises if the length is
+    symbolic."""
     if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):
         raise ValueError(
             "recurrence_options.prefill=exact makes more passes the longer the text is, so torch.export cannot leave "
@@ -145,12 +147,13 @@ def _exact_rounds(length: int, trips: int) -> int:
 
 
 def _among_ranks() -> bool:
-    """Whether several processes run together: if they gather weights, all must make the same number of passes."""
+    """Whether several processes run together, which must make equal numbers of passes if they gather sharded
+    weights."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _stored(model: Decoder, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
-    """Run with a slot cache, in chunks; token by token if the solver must be exact."""
+    """Run a forward pass with a slot cache, in chunks of tokens, or token by token if the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
         raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
@@ -174,7 +177,8 @@ def _stored(model: Decoder, x: Tensor, inputs: Inputs, store: Store, solve: bool
 
 
 def check_backend(model: Decoder, trips: int) -> None:
-    """Refuse an attention backend that supports only causal masks, before anything is computed."""
+    """Refuse an attention backend that supports only causal masks if the model needs other masks, before computing
+    anything."""
     backend = str(model.config._attn_implementation).removesuffix(BY_ROWS)
     if trips > 1 and backend not in (*MASKED, FLEX):
         able = f"{', '.join(MASKED)} or {FLEX}"
@@ -185,7 +189,7 @@ def check_backend(model: Decoder, trips: int) -> None:
 
 @dataclass
 class Pass:
-    """The arguments of one pass through the layers, without its input."""
+    """The arguments of one pass through the layers, other than its input."""
 
     visits: Sequence[Visit]
     masks: Mapping[str, object]
@@ -229,7 +233,8 @@ class Passed:
 
 
 class TripMaker:
-    """Makes the trips of one forward pass; each subclass is one way of storing and reading keys and values."""
+    """Base class of objects that run the iterations of a forward pass; each subclass stores and reads keys and values
+    in its own way."""
 
     def __init__(self, model: Decoder, inputs: Inputs) -> None:
         self.model, self.inputs, self.view = model, inputs, model.recurrence.view
@@ -240,11 +245,11 @@ class TripMaker:
 
     @property
     def by_rule(self) -> bool:
-        """Whether FlexAttention reads slots by a rule instead of a mask."""
+        """Whether FlexAttention is the backend, which takes a `ReadingRule` instead of a mask."""
         return self.model.slotted and self.model.config._attn_implementation == FLEX
 
     def make(self, turn: Turn, masks: Mapping[str, object], **reading: Any) -> Passed:
-        """One trip of the tokens of a turn; `reading` are further fields of its `Pass`."""
+        """Run one iteration for the tokens of a `Turn`; the keywords `reading` are further fields of its `Pass`."""
         tokens, positions = turn.tokens, self.inputs.positions
         if tokens.whole:
             if self.rotary is None:
@@ -270,13 +275,14 @@ class TripMaker:
         return passed
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
-        """A trip's output for the recurrence."""
+        """The output of an iteration in the form that the recurrence's methods take."""
         model, last = self.model, trip == self.inputs.trips - 1
         head, scale = self.inputs.head, model.embedding_scale
         return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, self.inputs.positions, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
-        """One pass through the layers of a trip, recomputed in the backward pass if the recurrence requests it."""
+        """Run the layers of an iteration once; with the recurrence's option `recompute`, the backward pass recomputes
+        them."""
         if one.cache is None and self.model.recomputing:  # with a cache, recomputing would store twice
             return checkpoint(self._through, x, one, use_reentrant=False)
         return self._through(x, one)
@@ -338,7 +344,7 @@ class TripMaker:
         return Passed(stream, pairs, sources, hidden, entry, tuple(routed))
 
     def record(self, passed: Passed, stages: int = 1) -> None:
-        """Record a pass's hidden states; those of interleaved trips are separated."""
+        """Record the hidden states of a pass, if requested; interleaved iterations are separated."""
         if self.inputs.hidden is not None and stages == 1:
             self.inputs.hidden.extend(passed.hidden)  # the tensors themselves, so that gradients reach them
         elif self.inputs.hidden is not None:
@@ -346,7 +352,7 @@ class TripMaker:
                 self.inputs.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
 
     def balance(self, routed: Sequence[Tensor], tokens: TokenSubset) -> None:
-        """Note how well a trip's experts are balanced over the tokens that make it."""
+        """Record an iteration's expert-balancing loss over the tokens that take part in it."""
         if self.inputs.balances is None or self.model.balance is None or not routed:
             return
         mask = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
@@ -357,7 +363,7 @@ class TripMaker:
         self.inputs.balances.append((self.model.balance(routed, mask), some))
 
     def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> Mapping[str, object]:
-        """transformers' causal masks; `padding` is `[B, N]`, `packed` the positions of packed documents."""
+        """The usual causal masks, from `padding` `[B, N]` or from the positions of `packed` documents."""
         if self.by_rule:
             token = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
             first, inputs = torch.zeros_like(token), self.inputs
@@ -366,7 +372,7 @@ class TripMaker:
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
     def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | ReadingRule]:
-        """Masks of which slot reads which, by layer type."""
+        """The attention masks between query and key slots, by layer type."""
         check_backend(self.model, self.inputs.trips)
         if self.by_rule:
             return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.model.reach.items()}
@@ -377,7 +383,7 @@ class TripMaker:
 
 
 class Banked(TripMaker):
-    """View SAME without halting: each trip is an ordinary pass over its own bank."""
+    """View SAME without halting: each iteration is an ordinary forward pass with cache layers of its own."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs)
@@ -385,12 +391,12 @@ class Banked(TripMaker):
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
 
     def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
+        """Make one iteration."""
         passed = self.make(turn, self.plain, cache=self.cache, by_bank=True)
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def once(self, x: Tensor) -> Tensor:
-        """The output of the only trip, without the steps of `sweep`, which a token would notice."""
+        """Run a model with a single iteration, without the overhead of `sweep`, which would slow down decoding."""
         rotary, positions = angles(self.model.rotary_emb, x, self.inputs.positions, None), self.inputs.positions
         passed = self.through(x, Pass(self.plan[0], self.plain, rotary, positions, self.cache, by_bank=True))
         self.record(passed)
@@ -399,14 +405,14 @@ class Banked(TripMaker):
 
 
 class Lending(Banked):
-    """Like Banked, where later trips attend to what attention read in the first."""
+    """Like `Banked`, but later iterations attend to the keys and values of the first iteration instead of their own."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs, x, cache)
         self.lent: dict[int, KeyValue] = {}
 
     def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
+        """Make one iteration."""
         noting = None if self.cache is None else Noting(self.cache)
         passed = self.make(turn, self.plain, cache=noting, by_bank=True, keep=not turn.trip, lent=self.lent)
         if not turn.trip:
@@ -416,25 +422,26 @@ class Lending(Banked):
 
 
 class Noting:
-    """A cache that notes what attention reads from it. Recomputed layers ask no cache, so nothing is noted twice."""
+    """A cache wrapper that remembers the keys and values that attention reads from it. Recomputed layers ask no cache,
+    so nothing is noted twice."""
 
     def __init__(self, cache: Cache) -> None:
         self.cache = cache
         self.read: dict[int, KeyValue] = {}
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
-        """Call the cache and remember what it returned."""
+        """Update the wrapped cache, and remember the keys and values that it returned."""
         self.read[layer] = self.cache.update(key, value, layer)
         return self.read[layer]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens the cache holds, which Llama 4's attention asks."""
+        """The number of tokens in the cache, which Llama 4's attention asks for."""
         return self.cache.get_seq_length(layer_idx)
 
 
 class Dense(TripMaker):
-    """SAME with halting, or DUO, without a cache: every trip is computed for every token, and
-    discarded for halted ones."""
+    """Training with halting (view SAME) or view DUO: every iteration is computed for every token, and discarded for
+    halted tokens."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: None = None) -> None:
         super().__init__(model, inputs)
@@ -443,7 +450,7 @@ class Dense(TripMaker):
         self.tags: list[Tags] = []
 
     def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
+        """Make one iteration."""
         duo = self.view is View.DUO
         alive = turn.tokens.alive if turn.trip and not duo else None
         passed = self.make(
@@ -470,7 +477,8 @@ class Dense(TripMaker):
 
 
 class Interleaved(TripMaker):
-    """ALL, all tokens at once: the slots of all trips go through the stack side by side, token by token."""
+    """View ALL (all earlier slots are read) for all tokens at once: all iterations pass through the layers as one
+    sequence, interleaved by token."""
 
     def __init__(self, model: Decoder, inputs: Inputs, store: Store | None = None) -> None:
         super().__init__(model, inputs)
@@ -481,7 +489,7 @@ class Interleaved(TripMaker):
         """Whether every layer reads everything before: then an ordinary causal mask over the slots is enough."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
-        """One pass of the Jacobi solver."""
+        """Run one pass of the Jacobi solver through the layers."""
         inputs, store, stages = self.inputs, self.store, len(turns)
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
@@ -518,7 +526,8 @@ class Interleaved(TripMaker):
         return side_by_side(parts, interleave=True)
 
     def _own_masks(self, x: Tensor, turns: Sequence[Turn], tags: Tags) -> tuple[Mapping[str, object], Tensor]:
-        """Masks among the slots of this pass, and positions that no kernel takes for the start of a document."""
+        """The attention masks among the slots of this pass, and positions that kernels do not mistake for packed
+        documents."""
         inputs, stages = self.inputs, len(turns)
         first = torch.arange(stages, device=x.device)
         slots = (inputs.positions.unsqueeze(2) * stages + first).flatten(1, 2)
@@ -533,8 +542,8 @@ class Interleaved(TripMaker):
         return self.causal_masks(x, padding, None if inputs.packed is None else slots), slots
 
     def _own_bias(self, tags: Tags) -> Tensor | None:
-        """The bias on the logits of queries that read the slots of this pass, `[B, N]`. With a plain causal mask it
-        also hides dead slots; a rule has it inside."""
+        """The bias that attention adds to the logits of this pass's keys, `[B, N]`; None without one. With a plain
+        causal mask it also hides dead slots; a rule has it inside."""
         if self.by_rule or self.capped:
             return None
         if not self.causal or not (self.model.recurrence.halts and tags.live is not None):
@@ -544,7 +553,7 @@ class Interleaved(TripMaker):
 
 
 class Picking(TripMaker):
-    """Trips of the continuing tokens only: halted tokens are left out."""
+    """Base class for running iterations on the remaining tokens only: halted tokens are left out."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
         super().__init__(model, inputs)
@@ -553,7 +562,7 @@ class Picking(TripMaker):
         self.documents = None if documents is None else documents.expand(shape)
 
     def tags(self, turn: Turn) -> Tags:
-        """The tags of the slots that a trip makes."""
+        """The tags (token, iteration and others) of the slots that an iteration makes."""
         tokens, living = turn.tokens, turn.tokens.living
         live = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
         if live is not None and living is None and not torch.compiler.is_compiling():
@@ -571,7 +580,7 @@ class Picking(TripMaker):
 
 
 class Packed(Picking):
-    """SAME with halting, or DUO, without a cache: halted tokens are not computed."""
+    """Training with halting (view SAME) or view DUO: halted tokens are left out of later iterations."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: None = None) -> None:
         super().__init__(model, inputs, x)
@@ -581,7 +590,7 @@ class Packed(Picking):
         self.made: list[Tags] = []
 
     def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
+        """Make one iteration."""
         query, masks, alive = self.tags(turn), self.plain, turn.tokens.alive
         self.made.append(query)
         if alive is not None:
@@ -595,7 +604,8 @@ class Packed(Picking):
 
 
 class Stored(Picking):
-    """Any view with a slot cache, trip by trip; halted tokens are neither computed nor stored."""
+    """Inference with a slot cache, one iteration after another, under any view; halted tokens are neither computed nor
+    stored."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, store: Store) -> None:
         super().__init__(model, inputs, x, store.table.columns - x.shape[1])
@@ -608,7 +618,7 @@ class Stored(Picking):
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed) if self.fresh else None
 
     def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
+        """Make one iteration."""
         tokens, table = turn.tokens, self.store.table
         query = self.tags(turn)
         placement = table.place(query, tokens.batch, tokens.rows)
@@ -624,13 +634,13 @@ class Stored(Picking):
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def finish(self) -> None:
-        """Called after the last trip."""
+        """Called after the last iteration."""
         table = self.store.table
         if isinstance(table, FixedTable) and table.view is View.SAME and not self.complete:
             repeat_last(self.store.cache, self.column)
 
     def _all(self, query: Tags, placement: Placement) -> bool:
-        """Whether all tokens of the forward pass make this trip."""
+        """Whether all tokens of the forward pass make this iteration."""
         return query.live is None and placement.batch is None and query.token.shape == self.column.shape
 
     def _masks(self, query: Tags, placement: Placement, trip: int) -> Mapping[str, object]:
@@ -656,7 +666,8 @@ MAKERS: Mapping[Way, Callable[..., Callable[[Turn], Out]]] = {
 
 @dataclass
 class Exchange:
-    """The cache that layers see in one pass: stores the pass's slots and returns those that it may read."""
+    """The cache object that layers get in one pass: stores the pass's slots, and returns the slots that the pass may
+    read."""
 
     store: Store
     placement: Placement
@@ -664,7 +675,7 @@ class Exchange:
     """Whether nothing was stored before this pass, so that its tokens read only one another."""
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
-        """Store keys and values of one layer; returns those that the pass reads."""
+        """Store one layer's new keys and values; returns the keys and values that the pass attends to."""
         seen = self.store.cache.layers[layer].exchange(self.placement, (key, value))
         return (key, value) if self.own_only else seen
 
