@@ -118,7 +118,7 @@ def finished_model(run: Path) -> Path | None:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Steps with a checkpoint, ascending, intact or not."""
+    """The steps at which a run has a checkpoint, ascending, whether the checkpoint is intact or not."""
     found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
     return sorted(step for step in found if step is not None)
 

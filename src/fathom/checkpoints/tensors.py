@@ -275,7 +275,7 @@ class AdapterStore:
                 self.tensors[target] = self.adapter.tensors[name]
 
     def _check(self, target: str, a: str, b: str) -> None:
-        """Refuse factors whose product does not have the weight's shape."""
+        """Refuse LoRA factors whose product does not have the weight's shape."""
         wanted = self.base.tensors[target].shape
         first, second = self.adapter.tensors[a].shape, self.adapter.tensors[b].shape  # [r, in], [out, r]
         made = (second[0], first[1]) if len(first) == len(second) == 2 and first[0] == second[1] else ()

@@ -150,7 +150,7 @@ class _Dictation(LogitsProcessor):
 
 @torch.no_grad()
 def difference(view: View, theirs: PreTrainedModel, ours: PreTrainedModel, batch: Batch) -> float:
-    """How far the logits of two models are apart, in the terms of `off`."""
+    """The largest difference between the logits of two models, relative to the largest logit."""
     return off(view(theirs, batch), view(ours, batch))
 
 

@@ -44,7 +44,7 @@ LOGITS_AT_ONCE = 1 << 22
 
 @dataclass(frozen=True)
 class Averages:
-    """Means over the text and the heads, with one row per visit."""
+    """Averages over a text's tokens and the heads, with one row for each visit (a layer in one iteration)."""
 
     weights: list[list[float]]
     """Weights of the visits in `LensData.sources`, the visit's own value last. Where they are shares, as in every mixer
@@ -125,11 +125,12 @@ class LensData:
 
     @property
     def halts(self) -> bool:
-        """Whether some token made fewer iterations than another."""
+        """Whether some tokens made fewer loop iterations than others."""
         return len(set(self.trips)) > 1
 
     def averages(self) -> Averages:
-        """Means over the text of what each visit reads, over the tokens that made the visit."""
+        """For each visit (a layer in one iteration), the mean weights by which it mixes its sources, over the tokens
+        that made it."""
         rows = [self._visitors(i, weights).astype(np.float64) for i, weights in enumerate(self.weights)]
         return Averages(
             [row.mean((0, 1)).tolist() for row in rows],
@@ -280,8 +281,8 @@ def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | No
 
 
 def stages_of(model: FathomForCausalLM, trips: int) -> int:
-    """How many iterations pass the layers in one call: under the view ALL the slots go through the stack side by
-    side."""
+    """How many iterations each pass through the layers computes: all of them side by side under the view ALL, else
+    1."""
     return 1 if model.model.recurrence.view.depth_parallel else trips
 
 
@@ -294,8 +295,8 @@ def record(
     max_trips: int | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """One forward pass, of which `says` records every visit and the readout; returns the iterations of each token,
-    `[T]`.
+    """Run a forward pass in which `says` records predictions after every layer; returns each token's number of
+    iterations, `[T]`.
 
     Args:
         model: The model.
@@ -356,7 +357,7 @@ class Says:
         self.next_surprisal: list[Array] = []
 
     def after(self, state: ResidualState) -> None:
-        """Record the predictions from the residual stream after a visit, as if that were the last layer."""
+        """Record the predictions from the residual stream after a layer, as if it were the last layer."""
         decoder, there = self.model.model, tuple(part[:, self.rows] for part in state)
         chosen, probabilities, bits = self._read(decoder.norm(decoder.final_residual.read(there)[0])[0])
         self.chosen.append(chosen)
@@ -430,7 +431,8 @@ def watched(
 
 
 def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[str]]:
-    """Ids, and the stretch of text that each one adds; `look` cuts what is longer than the model's context."""
+    """The token ids of a text, and the piece of text that each adds; `look` truncates texts longer than the model's
+    context."""
     if not getattr(tokenizer, "is_fast", False):
         ids = tokenizer(text, verbose=False)["input_ids"]
         return ids, [spell(tokenizer, i) for i in ids]

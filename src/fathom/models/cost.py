@@ -213,7 +213,7 @@ def as_decoded(config: FathomConfig) -> FathomConfig:
 
 
 def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
-    """The configuration with another number of iterations, if iterations are an option."""
+    """A copy of the configuration with another number of iterations, if the recurrence has the option `trips`."""
     if "trips" not in config.recurrence_options:
         return config
     other = copy.copy(config)

@@ -757,8 +757,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         )
 
     def _use_cache(self, use_cache: bool | None, cache: Cache | None, with_loss: bool) -> bool | None:
-        """The `use_cache` to pass to the decoder: off by default if there is a loss or gradients that a cache would
-        break."""
+        """The `use_cache` to pass to the decoder: off by default where a loss, gradients or the view ALL rule out a
+        cache."""
         if use_cache is None and with_loss and (self.training or self.model.slotted):
             use_cache = False
         if self.model.slotted and cache is None and torch.is_grad_enabled():

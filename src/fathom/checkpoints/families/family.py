@@ -1,8 +1,8 @@
-"""A family of decoders: its configuration in Fathom's keys and back, and its tensors under Fathom's names.
+"""Translate a family of decoders: its configuration to Fathom's keys and back, and its tensors to Fathom's names.
 
-transformers' own class reads a family's configuration, so that missing keys have the defaults of the family's authors.
-Keys that most families share are translated here; a family's file adds the rest. `keys.py` says what is done with keys
-that a family does not read, and with types of rotary embedding.
+A family's configuration is read by transformers' own class, so that missing keys have the defaults of the family's
+authors. Keys that most families share are translated here; a family's file adds the rest. `keys.py` says what is done
+with keys that a family does not read, and with types of rotary embedding.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def known_as(family: Family, theirs: Values, own: Collection[str]) -> tuple[PreT
 
 
 def padding(theirs: PreTrainedConfig) -> Values:
-    """The padding token; None if its id is outside the vocabulary, which is harmless where a class has no
-    `padding_idx`."""
+    """The padding token of classes without `padding_idx`; None if its id is outside the vocabulary, which they
+    tolerate."""
     token = theirs.pad_token_id
     return {"pad_token_id": token if token is None or token < theirs.vocab_size else None}
 

@@ -15,7 +15,7 @@ KEYS = tuple(key for key in SHARED if key not in ("num_key_value_heads", "head_d
 
 
 def switches(theirs: PreTrainedConfig) -> Values:
-    """Norms, biases and the order of sub-layers."""
+    """The switches by which GPT-NeoX differs from Llama: norms, biases and the order of sub-layers."""
     head = theirs.hidden_size // theirs.num_attention_heads
     if getattr(theirs, "head_dim", None) not in (None, head):
         raise ValueError(f"head_dim={theirs.head_dim}: in a gpt_neox model it would rotate another part of a head")

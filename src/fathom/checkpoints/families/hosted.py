@@ -252,5 +252,5 @@ def configuration(theirs: Values) -> Values:
 
 
 def _lists(value: object) -> object:
-    """Tuples as lists, as in JSON."""
+    """Convert tuples to lists, since JSON has no tuples."""
     return list(value) if isinstance(value, tuple) else value

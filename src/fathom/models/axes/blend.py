@@ -67,7 +67,7 @@ class BlendOptions(MechanismOptions):
 
     @property
     def blends(self) -> bool:
-        """Whether λ is, or may become, different from 1."""
+        """Whether the blending weight λ is, or may become, different from 1."""
         return self.blend != 1 or self.blend_steps > 0
 
     @property
@@ -128,7 +128,7 @@ class Blended(MechanismModule):
             self.blend.fill_(self.blend_now)
 
     def settle(self, config: DecoderConfig) -> None:
-        """Fix λ at its current value."""
+        """Write the current λ into `config` as a constant, without its schedule."""
         super().settle(config)
         if self.blend_steps:
             getattr(config, f"{self.axis}_options").update(blend=self.blend_now, blend_steps=0)

@@ -63,7 +63,7 @@ class Way(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost that a mechanism adds to the vanilla decoder: all fields but `parameters` per token of a forward
+    """The cost that a mechanism adds to the vanilla decoder; all fields except `parameters` are per token of a forward
     pass."""
 
     parameters: int = 0
@@ -170,7 +170,7 @@ class HaltingOptions(RecurrenceOptions):
 
 @dataclass(frozen=True)
 class Mechanism:
-    """One value of one axis: the declaration at the end of every mechanism file."""
+    """The declaration of a mechanism (one value of one axis), at the end of every mechanism's file."""
 
     name: str
     axis: str
@@ -236,7 +236,8 @@ class ValueMixer(MechanismModule):
 
     @staticmethod
     def source_layers(config: DecoderConfig, layer_idx: int) -> tuple[int, ...]:
-        """The earlier layers that this layer reads, ascending. The rule is defined only here."""
+        """The indices of the earlier layers whose keys and values this layer's mixer reads, ascending. The rule is
+        defined only here."""
         return ()
 
     @staticmethod
@@ -478,7 +479,7 @@ class Recurrence(MechanismModule):
 
     @staticmethod
     def span(config: DecoderConfig) -> tuple[int, int]:
-        """The layers `[start, stop)` that every iteration visits; layers outside are visited once, before or after."""
+        """The looped layers `[start, stop)`, which every iteration runs; the layers before and after them run once."""
         return 0, config.num_hidden_layers
 
     @classmethod
@@ -505,7 +506,8 @@ class Recurrence(MechanismModule):
 
     @property
     def slotted(self) -> bool:
-        """Whether iterations read one another or tokens halt, so that a cache must hold slots."""
+        """Whether iterations attend to one another or tokens halt, so that a cache must store slots (token,
+        iteration)."""
         return self.view is not View.SAME or self.halts
 
     def way(self, trips: int, packs: bool) -> Way:
@@ -543,8 +545,8 @@ class Recurrence(MechanismModule):
         return {"hidden": out.hidden}
 
     def leave(self, stream: Tensor, x: Tensor, state: TripState, trip: int) -> Tensor:
-        """The input of the layers after the looped span, `[B, T, hidden_size]`; called only if `leaves` is set, never
-        under the view ALL.
+        """The looped layers' output as later layers read it, `[B, T, hidden_size]`; called only if `leaves` is set, and
+        never under the view ALL.
 
         Args:
             stream: The output of the span's last layer in the last iteration, `[B, T, hidden_size]`.
@@ -555,7 +557,8 @@ class Recurrence(MechanismModule):
         return stream
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
-        """The bias on the attention logits of every query that reads the slots of `trip`, `[B, T]`; None for none."""
+        """A bias `[B, T]` that attention adds to the logits of this iteration's keys, for all queries; None without
+        one."""
         return None
 
     def readout(self, state: TripState) -> Tensor:

@@ -44,7 +44,7 @@ class Layout:
 
     @classmethod
     def all_of(cls, config: DecoderConfig) -> tuple[Layout, ...]:
-        """The layouts of a configuration: one, or one for each kind of layer."""
+        """The layouts in a hosted model's configuration: one, or one for each kind of layer."""
         return tuple(cls(**{key: _tuples(value) for key, value in one.items()}) for one in config.host_layouts)
 
     def fits(self, held: set[str]) -> bool:

@@ -136,7 +136,7 @@ class LatentCot(Blended, Sampled[LatentCotOptions]):
         return {"penalty": self.options.penalty * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean iterations, and the router's entropy."""
+        """Metrics to log: the mean number of iterations, and the router's entropy."""
         found = super().metrics(state, targets)
         gates = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
         if gates:

@@ -172,7 +172,7 @@ class Ponder3(Solved[Ponder3Options], Sampled[Ponder3Options]):
         return (1 - (10 * (ce - 0.5)).sigmoid()).where(valid, 0).sum(1) / valid.sum(1).clamp(min=1)
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean iterations, and the router's entropy."""
+        """Metrics to log: the mean number of iterations, and the router's entropy."""
         share = state["share"].detach().float()
         entropy = valid_mean(-(share * share.clamp(min=1e-9).log()).sum(-1), targets)
         return {**super().metrics(state, targets), "gate_entropy": entropy}

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolverOptions(RecurrenceOptions):
-    """Options of the Jacobi solver, which computes all tokens at once under the view ALL (tokens attend to all earlier
-    iterations). Decoding needs no solver."""
+    """Options of the Jacobi solver, which computes all tokens at once under the view ALL (all iterations of earlier
+    tokens are read). Decoding needs no solver."""
 
     jacobi_train: list = field(default_factory=lambda: [2, 3])
     """`[least, most]` rounds in training, drawn for every step."""
@@ -118,8 +118,8 @@ class Pondering(Recurrence, Generic[Chosen]):
 
 
 class Solved(Pondering[ChosenSolved]):
-    """Base class of recurrences that use the Jacobi solver under the view ALL (a token attends to all earlier
-    iterations)."""
+    """Base class of recurrences that use the Jacobi solver under the view ALL (all iterations of earlier tokens are
+    read)."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__(config)

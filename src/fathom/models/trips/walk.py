@@ -88,7 +88,7 @@ class Inputs:
 
 @dataclass
 class Store:
-    """A slot cache and its table."""
+    """A slot cache and the table of what it stores where."""
 
     cache: Cache
     table: SlotTable | FixedTable
@@ -640,7 +640,7 @@ class Stored(Picking):
             repeat_last(self.store.cache, self.column)
 
     def _all(self, query: Tags, placement: Placement) -> bool:
-        """Whether all tokens of the forward pass make this iteration."""
+        """Whether all tokens of the forward pass take part in this iteration."""
         return query.live is None and placement.batch is None and query.token.shape == self.column.shape
 
     def _masks(self, query: Tags, placement: Placement, trip: int) -> Mapping[str, object]:
