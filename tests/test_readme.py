@@ -100,7 +100,7 @@ def test_what_is_significant() -> None:
     assert [arm["name"] for arm, p in zip(arms, adjusted, strict=True) if p < 0.05] == ["loop"]
     assert (
         "`loop`, is significantly worse on text" in README
-        and "No other mechanism is significantly better there" in README
+        and "No mechanism except `uniform_depth` is significantly better" in README
     )
 
 

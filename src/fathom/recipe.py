@@ -39,17 +39,19 @@ class Data(Section, section="data"):
     """The training data and its order."""
 
     directory: str = "data"
-    """directory of token shards from `fathom prepare`; or puzzle:NAME with hops, a5, z60, arithmetic or recall"""
+    """directory of token shards from `fathom prepare`; or puzzle:NAME for synthetic data, where NAME is hops, a5, z60,
+    arithmetic or recall"""
     mixture: dict[str, float] = field(default_factory=dict)
-    """shares of the sequences, by domain of data.directory or by directory: {web: 0.8, papers: 0.2}; empty reads
-    everything in proportion to its size"""
+    """share of the training sequences from each domain of data.directory, or from each other directory: {web: 0.8,
+    papers: 0.2}; empty reads everything in proportion to its size"""
     phases: tuple[dict[str, float | dict[str, float]], ...] = ()
-    """later shares: [{at: 0.8, mixture: {papers: 1}}]; at is a fraction of train.steps below 1, or a step"""
+    """mixtures that replace data.mixture later in the run: [{at: 0.8, mixture: {papers: 1}}]; `at` is a step, or below
+    1 a fraction of train.steps"""
     sequence_length: int = 2048
     """tokens per sequence"""
     packing: Literal["windows", "documents"] = "windows"
-    """windows: concatenated documents with EOS between them; documents: no attention across documents, positions
-    restart"""
+    """windows: a sequence is cut from documents that are concatenated with EOS between them; documents: there is also
+    no attention across documents, and positions restart at each document"""
     seed: int | None = None
     """seed of the data order; null means train.seed"""
     verify: bool = True
@@ -117,21 +119,23 @@ class Optim(Section, section="optim"):
     clip: float | None = 1.0
     """maximum global gradient norm; null disables clipping"""
     schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
-    """shape after warm-up: cosine or linear down to the floor, or warm-up, stable, decay"""
+    """shape of the learning rate after warm-up: cosine or linear falls to optim.floor; constant stays; wsd stays, then
+    decays"""
     warmup: float = 0.02
     """fraction of the steps with linear warm-up from zero"""
     warmup_steps: int | None = None
     """warm-up steps, independent of train.steps; null means optim.warmup"""
     decay: float = 0.2
-    """fraction of the steps over which wsd decays at the end"""
+    """fraction of the steps, at the end of the run, over which the schedule wsd decays the learning rate"""
     decay_steps: int | None = None
-    """steps over which wsd decays at the end; null means optim.decay"""
+    """number of last steps over which the schedule wsd decays the learning rate; null means optim.decay"""
     floor: float = 0.1
     """final learning rate as a fraction of the peak"""
     only: tuple[str, ...] = ()
     """trainable parameters, by name, prefix or pattern (model.recurrence, *.mlp.*); empty trains all"""
     groups: dict[str, dict[str, float]] = field(default_factory=dict)
-    """factors on lr and weight_decay for parameters, named as in optim.only: {model.recurrence: {lr: 0.1}}"""
+    """factors that multiply optim.lr and optim.weight_decay for some parameters, which are named as in optim.only:
+    {model.recurrence: {lr: 0.1}}"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -171,7 +175,7 @@ class Train(Section, section="train"):
     tokens_per_step: int = 524288
     """tokens per optimizer step over all ranks; determines gradient accumulation"""
     micro_batch: int = 8
-    """sequences per forward pass of a rank; must divide its sequences per step"""
+    """sequences per forward pass of a rank; must divide the number of sequences that a rank processes per step"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 computes in bfloat16 on fp32 master weights, with fp32 gradient sums and optimizer state"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -188,12 +192,12 @@ class Train(Section, section="train"):
     seed: int = 0
     """seed of the initial weights and of all randomness in a step"""
     skip_spikes: float | None = 10.0
-    """skip a step whose gradient norm exceeds this many times its running mean and this many times optim.clip; null
-    skips only non-finite steps"""
+    """skip a step whose gradient norm exceeds both this many times its running mean and this many times optim.clip;
+    null skips only steps whose loss or gradient is not finite"""
     max_skipped: int = 10
     """stop after this many skipped steps in a row"""
     log_every: int = 10
-    """steps between two reads from the device; every step is logged"""
+    """number of steps between two reads of metrics from the device; the metrics of every step are logged"""
     checkpoint_every: int = 500
     """steps between checkpoints; the last step is always saved"""
     keep_last: int = 3
@@ -240,11 +244,11 @@ class Evaluate(Section, section="evaluate"):
     every: int = 1000
     """steps between evaluations; 0 evaluates only at the end"""
     tokens: int = 1048576
-    """held-out tokens per evaluation, divided evenly among the domains and spread over each"""
+    """held-out tokens per evaluation, divided evenly among the domains and spread over the text of each domain"""
     micro_batch: int | None = None
     """batch size; null means train.micro_batch"""
     position_buckets: int = 8
-    """number of equal parts of the context for which the loss is reported"""
+    """number of equal parts of the context for each of which the loss is reported"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -283,11 +287,11 @@ class KVCache(Section, section="kvcache"):
     window: int | None = None
     """maximum entries of the cache, less than data.sequence_length; usually the context length of the checkpoint"""
     sinks: int = 4
-    """first entries, never compressed"""
+    """number of first entries of the cache, which are never compressed"""
     ratio: float = 0.5
     """share of the window that a compression keeps, sinks included"""
     kept: int | None = None
-    """entries that a compression keeps in addition to the sinks, instead of ratio"""
+    """number of entries that a compression keeps in addition to the sinks; replaces kvcache.ratio"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -322,9 +326,9 @@ class Lora(Section, section="lora"):
     """LoRA adapters on a frozen checkpoint."""
 
     rank: int | None = None
-    """rank of the adapters, which the export merges; null disables LoRA. Needs peft"""
+    """rank of the adapters, which are merged into the exported weights; null disables LoRA. LoRA needs peft"""
     alpha: float | None = None
-    """adapters are scaled by alpha / rank; null means twice the rank"""
+    """the output of an adapter is scaled by alpha / rank; null means an alpha of twice the rank"""
     dropout: float = 0.0
     """dropout on the inputs of the adapters"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -332,7 +336,8 @@ class Lora(Section, section="lora"):
     whole: tuple[str, ...] = ()
     """modules that are trained in full, by name or pattern, such as [embed_tokens, '*norm']"""
     mechanisms: bool = False
-    """whether parameters of mechanisms are trained in full; the merged export has them, RUN/adapter does not"""
+    """whether parameters of mechanisms are trained in full; the merged export contains these parameters, the adapter in
+    RUN/adapter does not"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -349,9 +354,9 @@ class Distill(Section, section="distill"):
     teacher: str | None = None
     """the teacher's checkpoint, named as in model.from_pretrained; null for none"""
     weight: float = 0.5
-    """w in (1 - w) cross-entropy + w forward KL to the teacher"""
+    """w in the loss (1 - w) cross-entropy + w forward KL to the teacher"""
     temperature: float = 1.0
-    """temperature of both softmaxes in the KL, which is scaled by its square"""
+    """temperature of both softmaxes in the KL; the KL is multiplied by the square of the temperature"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
@@ -364,7 +369,8 @@ class Recipe(Section):
     """A training run."""
 
     model: dict[str, Any] = field(default_factory=dict)
-    """the keys of config.json, and from_pretrained: a model directory, org/name on the Hub, a run or RUN@step-N"""
+    """any key of config.json, and from_pretrained, the model to start from: a model directory, org/name on the Hub, a
+    run or RUN@step-N"""
     data: Data = field(default_factory=Data)
     """training data"""
     optim: Optim = field(default_factory=Optim)

@@ -34,7 +34,7 @@ def add(parser: Parser) -> None:
         "model", help="a model directory, a directory with a config.json alone, or org/name[@revision] on the Hub"
     )
     add_ignore_keys(parser)
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

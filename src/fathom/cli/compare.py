@@ -34,9 +34,13 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     add_recipe(parser)
     parser.add_argument(
-        "--arms", help="comma-separated MECHANISM or NAME=MECHANISM[;key=value...]; the first is the control"
+        "--arms",
+        help="variants to compare, comma-separated: MECHANISM or NAME=MECHANISM[;key=value...]; the first is "
+        "the control",
     )
-    parser.add_argument("--seeds", type=int, help="runs per arm (default: 3; of a paper's table, the file's)")
+    parser.add_argument(
+        "--seeds", type=int, help="number of seeds per arm (default: 3; for a paper's table, as in its file)"
+    )
     parser.add_argument(
         "--equal",
         choices=("tokens", "flops", "trips"),
@@ -44,20 +48,38 @@ def add(parser: Parser) -> None:
         help="the training budget that all arms share: tokens, FLOPs, or tokens times loop iterations",
     )
     parser.add_argument(
-        "--pairs", type=int, default=12, help="timing rounds per arm, in the order A B B A; 0 for none (default: 12)"
+        "--pairs",
+        type=int,
+        default=12,
+        help="rounds in which each arm B is timed next to the control A, in the order A B B A; 0 for none "
+        "(default: 12)",
     )
     parser.add_argument(
         "--contrasts",
         metavar="SUMS",
         default="",
-        help="comma-separated NAME=ARM - ARM - ARM + ARM, such as an interaction: tested with the differences",
+        help="sums of the arms' losses, such as an interaction, to test in addition to the differences from the "
+        "control: comma-separated NAME=ARM - ARM - ARM + ARM",
     )
-    add_running(parser, "the recipe's name, -compare")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs, FLOPs and hours of every arm, and stop")
+    add_running(parser, "compare, after the recipe's name")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the runs, FLOPs and hours of every arm, and stop before training"
+    )
     table = parser.add_argument_group("a paper's table")
-    table.add_argument("--tier", choices=("tiny", "full"), help="minutes on two cores (default), or the paper's sizes")
-    table.add_argument("--task-data", type=Path, metavar="DIR", help="a folder with the documents of the paper's tasks")
-    table.add_argument("--gpu", metavar="NAME", help="device for whose days --dry-run counts (default: H100)")
+    table.add_argument(
+        "--tier",
+        choices=("tiny", "full"),
+        help="tiny: models that train in minutes on two cores (default); full: the paper's sizes",
+    )
+    table.add_argument(
+        "--task-data",
+        type=Path,
+        metavar="DIR",
+        help="a folder with the documents of the paper's evaluation tasks",
+    )
+    table.add_argument(
+        "--gpu", metavar="NAME", help="GPU type for which --dry-run estimates the days of training (default: H100)"
+    )
     running = ("--retry-failed", "--task-data")
     parser.mode("--report", "runs nothing", *running, "--dry-run", "--workers", "--threads", "--executor")
     parser.mode("--dry-run", "runs nothing", *running)

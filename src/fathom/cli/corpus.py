@@ -11,7 +11,7 @@ from fathom.recipe import find_recipe
 from fathom.report.results import to_json
 from fathom.settings import describe
 
-UPLOAD = "copy the result there with fsspec: s3://BUCKET/DIR, gs://BUCKET/DIR"
+UPLOAD = "copy the result to this URL with fsspec, such as s3://BUCKET/DIR or gs://BUCKET/DIR"
 EXAMPLES = (
     "fathom corpus geology.yaml --dry-run",
     "fathom corpus geology.yaml --out corpora/geology",
@@ -21,14 +21,18 @@ EXAMPLES = (
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("recipe", type=Path, help="a YAML file, or a name that `fathom recipes` lists")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the recipe file")
     parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="output directory (default: corpora/ and the recipe's name)"
+        "--out", type=Path, metavar="DIR", help="output directory (default: corpora/NAME, after the recipe's name)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes; short for executor.workers=N")
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="number of worker processes; short for executor.workers=N"
+    )
     parser.add_argument("--upload", metavar="URL", help=UPLOAD)
-    parser.add_argument("--dry-run", action="store_true", help="print inputs, stages and budget, and stop")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print inputs, stages and token budget, and stop before any work"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     add_keys(parser, lambda: describe(CorpusRecipe))
 
 

@@ -18,21 +18,34 @@ EXAMPLES = (
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("inputs", nargs="+", metavar="INPUT", help="files, folders or globs of any text or rows")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="INPUT",
+        help="files, folders or globs of text or of records, such as JSONL, to search",
+    )
     parser.add_argument(
         "--benchmark",
         action="append",
         default=[],
         metavar="[NAME=]PATH",
-        help="a benchmark's file, or a folder of its files; may be repeated",
+        help="a benchmark whose questions are searched for: its file, or a folder of its files; may be repeated",
     )
-    parser.add_argument("--out", type=Path, default=Path("audit"), metavar="DIR", help="directory (default: audit)")
     parser.add_argument(
-        "--plants", type=int, default=20, metavar="N", help="questions planted per form and length (default: 20)"
+        "--out", type=Path, default=Path("audit"), metavar="DIR", help="output directory (default: audit)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the planted questions (default: 0)")
+    parser.add_argument(
+        "--plants",
+        type=int,
+        default=20,
+        metavar="N",
+        help="questions planted per form of a leak and length of question, to measure recall (default: 20)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="random seed that chooses the planted questions (default: 0)"
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one for each core)")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

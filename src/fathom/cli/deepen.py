@@ -41,34 +41,51 @@ mechanisms, and which of them start as the model."""
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="a directory of any family, a GGUF file, a run, or org/name on the Hub")
+    parser.add_argument(
+        "model", help="the model to deepen: a model directory of any family, a GGUF file, a run, or org/name on the Hub"
+    )
     parser.add_argument(
         "--with",
         dest="mechanism",
         metavar="MECHANISM[:KEY=VALUE,...]",
-        help="the mechanisms to add, joined by +",
+        help="the mechanisms to add, joined by +, each with its options",
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="output directory")
-    parser.add_argument("--layers", metavar="A-B", help="first and last layer of a loop, from 0 (default: all)")
     parser.add_argument(
-        "--search", action="store_true", help="rank the layers to loop by held-out loss, without training"
+        "--layers", metavar="A-B", help="first and last layer of a loop, counted from 0 (default: all layers)"
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="rank spans of layers by the held-out loss of a loop over them, without training",
     )
     parser.add_argument(
         "--screen",
         action="store_true",
-        help="score every mechanism at every place by the gradients of its closed gates, without training",
+        help="score every mechanism in every layer and head by the gradients of its closed gates, without training",
     )
     parser.add_argument(
         "--exit",
         action="store_true",
-        help="let tokens of a trained loop stop early, such that the loss rises by at most --loss",
+        help="let tokens of a trained loop stop iterating early, so that the loss rises by at most --loss",
     )
     parser.add_argument(
-        "--loss", type=float, help="for --exit: nats per token, on average over documents (default: 0.01)"
+        "--loss",
+        type=float,
+        help="for --exit: largest allowed rise of the loss, in nats per token averaged over documents (default: 0.01)",
     )
-    parser.add_argument("--test", choices=("betting", "t"), help="for --exit: the test; t is asymptotic")
     parser.add_argument(
-        "--shifted", nargs="+", default=(), metavar="[NAME=]INPUT", help="for --exit: other text to measure it on"
+        "--test",
+        choices=("betting", "t"),
+        help="for --exit: the statistical test of the bound on the loss: betting (default) holds for any number of "
+        "documents, Student's t only asymptotically",
+    )
+    parser.add_argument(
+        "--shifted",
+        nargs="+",
+        default=(),
+        metavar="[NAME=]INPUT",
+        help="for --exit: text of another kind, on which the rise of the loss is measured but not guaranteed",
     )
     parser.add_argument(
         "--text",
@@ -77,19 +94,30 @@ def add(parser: Parser) -> None:
         metavar="[NAME=]INPUT",
         help="held-out text for --search, --screen and --exit; a text file is one document",
     )
-    parser.add_argument("--sizes", metavar="A-B", help="for --search: fewest and most layers of a loop (default: 2-6)")
+    parser.add_argument(
+        "--sizes", metavar="A-B", help="for --search: smallest and largest number of layers in a loop (default: 2-6)"
+    )
     parser.add_argument(
         "--documents",
         metavar="N[,M]",
-        help="for --search: N documents for all loops, M others for the best 20 (default: 12,40); for "
-        "--screen (default: 32) and --exit (default: 1000): N documents",
+        help="number of documents to score. --search: N for all loops, and M others for the best 20 loops "
+        "(default: 12,40); --screen: N (default: 32); --exit: N (default: 1000)",
     )
-    parser.add_argument("--tokens", type=int, help="tokens per document (default: 512, for --screen 256)")
     parser.add_argument(
-        "--lora", action="store_true", help="the recipe trains LoRA adapters (needs peft) instead of all weights"
+        "--tokens", type=int, help="tokens to read of each document (default: 512, or 256 with --screen)"
     )
-    parser.add_argument("--steps", type=int, help="steps of the recipe, the mechanisms open over half (default: 600)")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--lora",
+        action="store_true",
+        help="write a recipe that trains LoRA adapters (needs peft) instead of all weights",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="training steps of the recipe that is written; the mechanisms are blended in over the first half "
+        "(default: 600)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.epilog = EPILOG
     parser.mode(
         "--screen", "scores all mechanisms and trains nothing", "--with", "--layers", "--search", "--exit", *RECIPE

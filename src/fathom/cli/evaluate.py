@@ -22,10 +22,12 @@ def add(parser: Parser) -> None:
     add_tasks(parser)
     add_texts(parser)
     parser.add_argument(
-        "--max-trips", metavar="N[,N...]", help="score a recurrent model with each of these limits on its iterations"
+        "--max-trips",
+        metavar="N[,N...]",
+        help="score a looped or pondering model once for each of these maximum numbers of iterations",
     )
     caches = parser.add_argument_group("KV caches")
-    add_kvcache(caches, f"through which --tasks are read, to compare: full, {CACHES}")
+    add_kvcache(caches, f"to compare on --tasks: full, {CACHES}")
     add_limit(parser)
     add_running(parser)
     parser.epilog = "see also: fathom evaluate deepened, tuned, samples and caches"
@@ -45,7 +47,9 @@ def add_tasks(parser: Parser) -> None:
         metavar="NAMES",
         help="comma-separated lm-eval tasks, groups, tags or patterns; choice:FILE or cloze:FILE for your own JSONL",
     )
-    tasks.add_argument("--include", type=Path, metavar="PATH", help="a folder of your own tasks in lm-eval's YAML")
+    tasks.add_argument(
+        "--include", type=Path, metavar="PATH", help="a folder of your own task definitions in lm-eval's YAML format"
+    )
     tasks.add_argument(
         "--task-data", type=Path, metavar="DIR", help="a folder with the tasks' documents, for use without a network"
     )
@@ -54,8 +58,10 @@ def add_tasks(parser: Parser) -> None:
 
 def add_asking(parser: Group) -> None:
     """Add how questions are put."""
-    parser.add_argument("--num-fewshot", type=int, help="few-shot examples (default: the task's)")
-    parser.add_argument("--apply-chat-template", action="store_true", help="apply the chat template to prompts")
+    parser.add_argument("--num-fewshot", type=int, help="number of few-shot examples (default: the task's)")
+    parser.add_argument(
+        "--apply-chat-template", action="store_true", help="format prompts with the model's chat template"
+    )
 
 
 def add_texts(parser: Parser, windows: bool = True) -> None:
@@ -65,25 +71,31 @@ def add_texts(parser: Parser, windows: bool = True) -> None:
         "--perplexity",
         nargs="+",
         metavar="[NAME=]INPUT",
-        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; NAME= names the domain; a "
-        "text file is one document",
+        help="held-out text to score: text, JSONL or Parquet files, directories, globs, hf:..., or prepared "
+        "corpora; NAME= names the domain; a text file is one document",
     )
-    text.add_argument("--split", default="val", help="split of prepared corpora (default: val)")
-    text.add_argument("--text-field", default="text", help="field of JSONL and Parquet with the text (default: text)")
-    text.add_argument("--domain-field", help="the field that names the domain")
+    text.add_argument("--split", default="val", help="which split of prepared corpora to score (default: val)")
+    text.add_argument(
+        "--text-field", default="text", help="JSON field or Parquet column that holds the text (default: text)"
+    )
+    text.add_argument("--domain-field", help="JSON field or Parquet column that names the domain of a document")
     if windows:
         text.add_argument(
-            "--context", type=int, help="context length in tokens (default: the model's; for text at most 2048)"
+            "--context", type=int, help="context length in tokens (default: the model's, but at most 2048 for text)"
         )
         text.add_argument(
-            "--stride", type=int, help="tokens between the starts of two windows of text (default: the context)"
+            "--stride",
+            type=int,
+            help="tokens from the start of one window of text to the start of the next (default: the context)",
         )
 
 
 def add_limit(parser: Parser) -> None:
     """Add `--limit` for tasks and texts."""
     parser.add_argument(
-        "--limit", type=int, help="for a trial: score this many documents of each --tasks task and --perplexity text"
+        "--limit",
+        type=int,
+        help="for a trial run: score only this many documents of each --tasks task and --perplexity text",
     )
 
 
@@ -94,10 +106,10 @@ def add_running(parser: Parser, batches: bool = True) -> None:
     add_kernels(opening)
     if batches:
         opening.add_argument(
-            "--batch-size", type=int, help="batch size (default: as large as memory allows; fixed on a CPU)"
+            "--batch-size", type=int, help="batch size (default: as large as memory allows; on a CPU, a fixed size)"
         )
     parser.add_argument("--out", type=Path, metavar="DIR", help="store results here; the same command resumes")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

@@ -19,22 +19,36 @@ def add(parser: Parser) -> None:
     caches = parser.add_argument_group("KV caches")
     add_kvcache(caches, f"to compare: full, full_static, full_fp8, {CACHES}", required=True)
     caches.add_argument(
-        "--at", metavar="LENGTHS", default=WINDOWS, help=f"lengths of text, in windows (default: {WINDOWS})"
+        "--at",
+        metavar="LENGTHS",
+        default=WINDOWS,
+        help=f"lengths of text to score, in multiples of the cache's window (default: {WINDOWS})",
     )
     asked = parser.add_argument_group("questions")
-    asked.add_argument("--tasks", metavar="NAMES", help="RULER's synthetic tasks (ruler: all)")
-    asked.add_argument("--questions", type=int, metavar="N", help="questions per cache in total (default: 300)")
-    asked.add_argument("--compressions", metavar="LIST", help="compressions before an answer (default: 1,2,4)")
+    asked.add_argument(
+        "--tasks", metavar="NAMES", help="comma-separated synthetic tasks of RULER to ask; ruler means all of them"
+    )
+    asked.add_argument(
+        "--questions", type=int, metavar="N", help="total number of questions for each cache (default: 300)"
+    )
+    asked.add_argument(
+        "--compressions",
+        metavar="LIST",
+        help="numbers of compressions that the cache goes through before an answer (default: 1,2,4)",
+    )
     asked.add_argument(
         "--needles",
         choices=["tokens", "natural"],
         help=(
-            "kind of needles: random tokens (default), or sentences in the text of --perplexity with questions in words"
+            "kind of needles, facts that are planted in a text and asked for later: tokens (default) are random "
+            "tokens; natural are sentences in the text of --perplexity, with questions in words"
         ),
     )
-    asked.add_argument("--no-needles", action="store_true", help="skip the needles")
+    asked.add_argument("--no-needles", action="store_true", help="do not run the needle retrieval test")
     add_texts(parser, windows=False)
-    parser.add_argument("--limit", type=int, help="for a trial: score this many documents of each --perplexity text")
+    parser.add_argument(
+        "--limit", type=int, help="for a trial run: score only this many documents of each --perplexity text"
+    )
     add_running(parser, batches=False)
     parser.mode("--no-needles", "skips them", "--needles")
 

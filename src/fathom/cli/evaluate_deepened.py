@@ -15,9 +15,13 @@ EXAMPLES = ("fathom evaluate deepened base deep-healed deep-control --perplexity
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("base", metavar="BASE", help="the model that was deepened")
-    parser.add_argument("deeper", metavar="DEEPER", help="the deepened model, trained")
-    parser.add_argument("control", metavar="CONTROL", help="the base with the same training; each may be NAME=MODEL")
+    parser.add_argument("base", metavar="BASE", help="the original model, before it was deepened")
+    parser.add_argument("deeper", metavar="DEEPER", help="the deepened model, after training")
+    parser.add_argument(
+        "control",
+        metavar="CONTROL",
+        help="BASE after the same training as DEEPER, without the mechanism; all three may be NAME=MODEL, to name them",
+    )
     add_tasks(parser)
     add_texts(parser)
     add_limit(parser)

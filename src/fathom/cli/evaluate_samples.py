@@ -22,9 +22,10 @@ def add(parser: Parser) -> None:
         "--cluster",
         default=CLUSTER,
         metavar="FIELD",
-        help=f"a field of the documents: those with one value are no independent draws (default: {CLUSTER})",
+        help=f"a field of the documents: documents with the same value form one cluster of dependent samples "
+        f"(default: {CLUSTER})",
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

@@ -14,18 +14,20 @@ EXAMPLES = ("fathom evaluate tuned base expert --benchmark corpora/expert/benchm
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("base", metavar="BASE", help="the model before")
-    parser.add_argument("tuned", metavar="TUNED", help="the model after; each may be NAME=MODEL")
+    parser.add_argument("base", metavar="BASE", help="the model before tuning")
+    parser.add_argument(
+        "tuned", metavar="TUNED", help="the model after tuning; BASE and TUNED may be NAME=MODEL, to name them"
+    )
     questions = parser.add_argument_group("questions")
     questions.add_argument(
         "--benchmark",
         type=Path,
         metavar="DIR",
         required=True,
-        help="a directory of questions (*.jsonl); the held-out text of its corpus is scored too",
+        help="a directory of question files (*.jsonl) in a corpus; the held-out text of that corpus is scored too",
     )
     add_asking(questions)
-    questions.add_argument("--limit", type=int, help="for a trial: ask this many questions, drawn at random")
+    questions.add_argument("--limit", type=int, help="for a trial run: ask only this many questions, drawn at random")
     add_texts(parser)
     add_running(parser)
 

@@ -19,14 +19,15 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "source",
         type=Path,
-        help="a run, finished or not, its RUN@step-N, a comparison (its best run), or a model directory",
+        help="a run, finished or not; a run's checkpoint, as RUN@step-N; a comparison, for its best run; or a "
+        "model directory",
     )
     parser.add_argument(
         "--to",
         type=Path,
         required=True,
         metavar="DIR",
-        help="output directory, or FILE.gguf for gguf; an earlier export there is replaced",
+        help="output directory, or FILE.gguf for --as gguf; replaces an earlier export at the same path",
     )
     parser.add_argument(
         "--as",
@@ -34,12 +35,12 @@ def add(parser: Parser) -> None:
         default="fathom",
         metavar="FORM",
         help=(
-            "fathom: any mechanism, with its code (default); native: the model's own family, without mechanisms; "
-            "unrolled: a loop as the equal, deeper native model; gguf: native or unrolled as FILE.gguf for llama.cpp; "
-            "or a family such as llama or gpt_neox"
+            "format: fathom (default) holds any mechanism and its Python code; native is the model's own family, for "
+            "models without mechanisms; unrolled writes a loop as an equal, deeper model of its family; gguf writes a "
+            "native or unrolled model as FILE.gguf for llama.cpp; or name a family such as llama or gpt_neox"
         ),
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

@@ -32,19 +32,28 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best run)")
     parser.add_argument(
-        "prompt", nargs="?", help="the prompt; - or a pipe reads standard input; without it a new document starts"
+        "prompt",
+        nargs="?",
+        help="the prompt; - or a pipe reads it from standard input; without a prompt the model begins a new document",
     )
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help='JSONL file with a prompt on each line: {"prompt": "..."} or {"messages": [...]}',
+    )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSONL output of --prompts (default: print); the same command resumes",
+        help="JSONL file for the outputs of --prompts (default: print them); the same command resumes",
     )
     parser.add_argument("--batch-size", type=int, help="batch size for --prompts (default: 8 on a CPU, else 32)")
     add_sampling(parser)
-    parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile decoding with torch.compile, with a static KV cache"
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.needs("--prompts", "--out", "--batch-size", "--allow-control-tokens")
 
 
@@ -64,7 +73,7 @@ def add_sampling(parser: Parser) -> None:
         action="extend",
         default=[],
         metavar="KEY=VALUE",
-        help="other options of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
+        help="other options of transformers' GenerationConfig, such as min_p=0.05 num_beams=4 repetition_penalty=1.1",
     )
     parser.add_argument("--seed", type=int, help="random seed, for reproducible samples")
     parser.add_argument(

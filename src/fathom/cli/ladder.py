@@ -33,19 +33,28 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--arms",
         help=(
-            "comma-separated MECHANISM or NAME=MECHANISM[;key=value...]; the first is the control; ladder.layers=1/3 "
-            "gives an arm that share of the layers"
+            "variants to compare, comma-separated: MECHANISM or NAME=MECHANISM[;key=value...]; the first is the "
+            "control; the key ladder.layers=1/3 gives an arm a third of the control's layers"
         ),
     )
-    add_running(parser, "the ladder file's name, -ladder")
+    add_running(parser, "ladder, after the ladder file's name")
     parser.add_argument(
         "--seeds",
         metavar="N[,N...]",
-        help="add seeds to the model sizes of an existing ladder, for all arms, and resume; the report records when",
+        help="new, larger number of seeds for each model size (or one number for all sizes) of an existing "
+        "ladder, for all arms; resumes the ladder, and the report records the date",
     )
-    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to run")
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the runs, FLOPs, hours and expected intervals, and stop"
+        "--until",
+        choices=STAGES,
+        default=STAGES[-1],
+        help="the last stage to run: tune (learning rates), rungs (the model sizes before the largest), seal "
+        "(the prediction for the largest size), last (the largest size) or check (its learning rate)",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the runs, FLOPs, hours and expected confidence intervals, and stop before training",
     )
 
     running = ("--retry-failed", "--seeds", "--until")

@@ -26,15 +26,20 @@ def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", help="an exported directory, a run, or a checkpoint of a family that Fathom opens")
     parser.add_argument("text", nargs="?", help="the text to analyse")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="analyse the text of a file")
-    parser.add_argument("-o", "--out", type=Path, help="output page (default: lens.html, or none with --json)")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="file whose text to analyse, instead of TEXT")
+    parser.add_argument("-o", "--out", type=Path, help="HTML file to write (default: lens.html, or none with --json)")
     parser.add_argument("--compare", metavar="MODEL", help="a second model with the same tokenizer, shown side by side")
     parser.add_argument(
-        "--max-tokens", type=int, default=2000, help="maximum tokens, at most the model's context (default: 2000)"
+        "--max-tokens",
+        type=int,
+        default=2000,
+        help="maximum tokens of the text to analyse, at most the model's context (default: 2000)",
     )
-    parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--top", type=int, default=5, help="number of likeliest tokens to show after every layer (default: 5)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if available)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

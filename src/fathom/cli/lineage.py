@@ -47,7 +47,7 @@ def add(parser: Parser) -> None:
     for name, positional in ACTIONS.items():
         summary = (globals()[name].__doc__ or "").partition("\n")[0]
         action = actions.add_parser(name, help=(summary[0].lower() + summary[1:].rstrip(".")).replace("%", "%%"))
-        action.add_argument("--json", action="store_true", help="print the result for a program")
+        action.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
         add_parameters(action, globals()[name], *positional)
         action.epilog = examples([_example(action)])
 
@@ -108,13 +108,14 @@ class Choices:
     """How much of two models `compare` reads."""
 
     mode: str = "fast"
-    """fast (768 channels, and some layers of large models) or exact"""
+    """how much is compared: fast (768 channels, and only some layers of large models) or exact (everything)"""
     seed: int = 0
-    """seed of the samples of channels"""
+    """random seed that chooses the sampled channels"""
     nonce: int | None = None
-    """repeats the samples of layers and neurons of a report; drawn afresh by default"""
+    """number that seeds the samples of layers and neurons: the nonce of a report repeats the report's samples; drawn
+    afresh by default"""
     adapter_base: str | None = None
-    """base model of an adapter that does not name one"""
+    """base model of a PEFT adapter whose configuration names none"""
 
 
 def compare(
@@ -129,13 +130,13 @@ def compare(
     """Test whether one set of weights came from the other.
 
     Args:
-        a: Directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
-        b: The other model; the order implies no direction.
-        control: Unrelated models of the same kind; without one no score counts as high.
-        null: A file that `calibrate` wrote, instead of or besides controls.
+        a: The first model: a directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
+        b: The second model; the order of the two does not say which came first.
+        control: Unrelated models of the same kind, for reference; without any control no score counts as high.
+        null: Null file (scores of unrelated models) of `fathom lineage calibrate`, instead of or in addition to controls.
         out: Directory for report.json, report.html and the portraits.
-        exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage,
-            14 embedding agrees.
+        exit_code: End with an exit code for the verdict: 10 shared lineage, 11 partial, 12 inconclusive, 13 shared
+            initialisation or lineage, 14 embedding agrees.
         choices: How much is read.
     """
 
@@ -186,9 +187,9 @@ def layers(a: str, b: str, seed: int = 0) -> Result:
     """Find which layer of B comes from which layer of A, with p-values; layers count from 0.
 
     Args:
-        a: The model that layers may come from.
+        a: The model from which layers of B may come.
         b: The model whose layers are traced.
-        seed: Seed of every sample.
+        seed: Random seed of all samples that the command draws.
     """
 
     with _status() as say:
@@ -207,8 +208,8 @@ def direction(a: str, b: str) -> Result:
     """Find which of two related models came first, if the weights show it.
 
     Args:
-        a: A model.
-        b: A model that `compare` calls related to it.
+        a: The first model.
+        b: The second model, which `fathom lineage compare` found related to A.
     """
 
     with _status() as say:
@@ -221,8 +222,8 @@ def shares(child: str, parents: Sequence[str]) -> Result:
     """Estimate how much of each parent is in a merged model, with confidence intervals.
 
     Args:
-        child: The model that may be a weighted mean.
-        parents: At least two models of its shape.
+        child: The model that may be a weighted mean of the parents.
+        parents: At least two models that may be the parents, of the shape of CHILD.
     """
 
     with _status() as say:
@@ -240,7 +241,7 @@ def tree(models: Sequence[str], seed: int = 0) -> Result:
 
     Args:
         models: At least two models; unrelated ones serve as controls of the others.
-        seed: Seed of every sample.
+        seed: Random seed of all samples that the command draws.
     """
 
     with _status() as say:
@@ -253,7 +254,7 @@ def portrait(a: str, out: Path | None = None) -> Result:
 
     Args:
         a: A model, or a card that `fathom lineage card` wrote.
-        out: The PNG to write; by default the name of the model with .png, in the current directory.
+        out: The PNG file to write; by default named after the model, in the current directory.
     """
 
     path = out or Path(f"{_name(a) or 'portrait'}.png")
@@ -295,8 +296,8 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
 
     Args:
         a: A model.
-        out: The file to write.
-        all_layers: Add the sketch over all layers, which reads most of the model and searches better.
+        out: The card to write, a JSON file.
+        all_layers: Add a second sketch, of all layers: it reads most of the model, and finds relatives better.
     """
 
     require_file(out, "a card", is_file_with("fathom_card"))
@@ -312,7 +313,7 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
     Args:
         a: A card.
         library: Directory of cards.
-        top: How many to list.
+        top: Number of cards to list.
     """
 
     if top < 1:
@@ -334,11 +335,11 @@ def identify(
     """Find the models of a library that a model may come from: search the cards, then compare with the nearest.
 
     Args:
-        a: The model, as in `compare`.
-        library: Directory of cards; each names its model. Its models of the same shape serve as controls.
-        top: How many of the nearest models to compare.
+        a: The model to identify, named as in `fathom lineage compare`.
+        library: Directory of cards, each of which names its model; models of the same shape serve as controls.
+        top: Number of nearest models to compare.
         out: Directory for report.json and report.html.
-        exit_code: End with the exit code of the strongest verdict, as in `compare`.
+        exit_code: End with the exit code of the strongest verdict; the codes are those of `fathom lineage compare`.
         choices: How much is read.
     """
 
@@ -369,9 +370,9 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
     Args:
         a: A local model.
         out: Directory to create.
-        kind: Any of permute, rotate, gain, plane, head, neuron, scale, applied in this order.
-        seed: Of every random choice.
-        dtype: float32 or float64.
+        kind: Changes to make, in the given order: any of permute, rotate, gain, plane, head, neuron, scale.
+        seed: Random seed of all changes.
+        dtype: Precision of the copy: float32 or float64.
     """
 
     if out.exists():
@@ -394,11 +395,11 @@ def commit(
 
     Args:
         a: A model.
-        out: The commitment to write and publish.
-        owner: Who commits; the root covers the name.
-        date: The day of the commitment, as 2026-11-25; today by default; it is not verified.
-        blind: Publish a root that reveals nothing about the weights until its key is shown.
-        key_out: The file for the key of a blinded commitment. Keep it.
+        out: The file for the commitment, which you publish.
+        owner: Name of who commits; the root hash covers the name.
+        date: Date to write into the commitment, such as 2026-11-25; today by default. Fathom does not verify it.
+        blind: Write a root hash that reveals nothing about the weights until you show its key.
+        key_out: The file for the key of a blinded commitment. Keep the key: verification needs it.
     """
 
     if blind and key_out is None:
@@ -423,9 +424,9 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
     """Recompute a commitment from weights, or a report from its models, and compare.
 
     Args:
-        statement: A commitment, or a report.json.
-        a: The model of a commitment; a report names its own models.
-        key: Key of a blinded commitment.
+        statement: The file to verify: a commitment, or a report.json of `fathom lineage compare`.
+        a: The model that a commitment is about; leave it out for a report, which names its own models.
+        key: File with the key of a blinded commitment.
     """
 
     body = lineage.publishing.verification.read_statement(statement)
@@ -453,10 +454,10 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     """Measure all pairs of unrelated models, and write a null file for `compare --null`.
 
     Args:
-        models: At least two unrelated models. The strictest null has the same data and architecture, and other seeds.
-        out: The null file to write.
-        mode: fast (768 channels, and some layers of large models) or exact.
-        seed: Seed of every sample.
+        models: At least two unrelated models; the strictest null file comes from models that differ only in seeds.
+        out: The null file to write, with the scores of the unrelated models.
+        mode: How much is compared: fast (768 channels, and only some layers of large models) or exact (everything).
+        seed: Random seed of all samples that the command draws.
     """
 
     if len(models) < 2:

@@ -33,10 +33,10 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="show what each would add to this model: a checkpoint directory, a recipe file, or a name that "
+        help="show what each mechanism would add to this model: a checkpoint directory, a recipe file, or a name that "
         "`fathom recipes` lists",
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

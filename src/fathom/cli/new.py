@@ -84,7 +84,7 @@ SCAFFOLDS = {
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("kind", choices=sorted(SCAFFOLDS), help="what to add: %(choices)s")
-    parser.add_argument("name", help="its name, in lower case with underscores")
+    parser.add_argument("name", help="name of the new mixer, family or cache, in lower case with underscores")
     parser.epilog = EPILOG
 
 

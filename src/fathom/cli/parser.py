@@ -217,25 +217,32 @@ CACHES = "drop, sinks, snapkv, tova, keydiff, key_norm, expected_attention, freq
 def add_kvcache(parser: Group, several: str | None = None, required: bool = False) -> None:
     """Add the cache arguments: method, or what `several` are for, and schedule."""
     words = "METHODS" if several else "METHOD"
-    what = f"comma-separated caches {several}" if several else f"KV cache: full (default), {CACHES}"
+    what = f"comma-separated KV cache methods {several}" if several else f"KV cache: full (default), {CACHES}"
     parser.add_argument("--kvcache", metavar=words, required=required, help=what)
     parser.add_argument(
-        "--kvcache-window", type=int, metavar="N", help="window: maximum entries of the cache (default: as tuned)"
+        "--kvcache-window",
+        type=int,
+        metavar="N",
+        help="window: maximum number of entries in the cache (default: the window the model was tuned with)",
     )
     parser.add_argument(
-        "--kvcache-sinks", type=int, metavar="S", help="first entries to keep (default: as tuned, or 4)"
+        "--kvcache-sinks",
+        type=int,
+        metavar="S",
+        help="number of first entries that are never compressed (default: as many as the model was tuned with, or 4)",
     )
     parser.add_argument(
         "--kvcache-ratio",
         type=float,
         metavar="R",
-        help="share of its window that a compressed cache keeps (default: the share the model was tuned with, or 0.5)",
+        help="share of the window that a compression keeps, sinks included (default: the share the model was "
+        "tuned with, or 0.5)",
     )
     parser.add_argument(
         "--kvcache-kept",
         type=int,
         metavar="L",
-        help="entries that a compression keeps in addition to the sinks, instead of a ratio",
+        help="number of entries that a compression keeps in addition to the sinks; replaces --kvcache-ratio",
     )
 
 
@@ -247,7 +254,8 @@ def add_speculate(parser: Group) -> None:
         type=int,
         const=1,
         metavar="TRIPS",
-        help="draft with the first TRIPS iterations (1), verify with the rest; the output is unchanged",
+        help="self-speculative decoding: draft tokens with the first TRIPS loop iterations (1 if TRIPS is left out), "
+        "verify them with the rest; the output is unchanged",
     )
 
 
@@ -256,7 +264,8 @@ def add_control_tokens(parser: Group) -> None:
     parser.add_argument(
         "--allow-control-tokens",
         action="store_true",
-        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
+        help="read control tokens of the chat template, such as <|im_end|>, in message texts as control tokens "
+        "(default: as plain text)",
     )
 
 
@@ -265,16 +274,19 @@ def add_opening(parser: Group) -> None:
     parser.add_argument(
         "--dtype",
         default="auto",
-        help="float32, bfloat16 or float16 (default: as stored, if this CPU is fast with it)",
+        help="float32, bfloat16 or float16 (default: as stored, or float32 if this CPU is slow with the stored type)",
     )
     parser.add_argument(
         "--weights",
         default="stored",
-        help="int8: 8-bit linear layers, a quarter of the memory and faster on a CPU (default: as stored)",
+        help="int8 quantises linear layers to 8 bits: a quarter of float32's memory, and faster on a CPU "
+        "(default: stored, which keeps the weights as they are)",
     )
-    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
-    parser.add_argument("--verify", action="store_true", help="also check the hashes of weight files above 2 GB")
-    parser.add_argument("--trust-remote-code", action="store_true", help="allow Python code from the model directory")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda if available)")
+    parser.add_argument("--verify", action="store_true", help="also check the hashes of weights above 2 GB")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="allow Python code of the model directory to run"
+    )
     add_ignore_keys(parser)
 
 
@@ -289,7 +301,8 @@ def add_ignore_keys(parser: Group) -> None:
         type=_names,
         default=(),
         metavar="KEYS",
-        help="keys of another family's config.json to read the model without: KEY,KEY",
+        help="comma-separated keys of the model's config.json that Fathom does not support, to ignore when it "
+        "opens the model",
     )
 
 
@@ -300,7 +313,8 @@ def add_kernels(parser: Group) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="functions to replace by GPU kernels: depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
+        help="comma-separated functions to replace by GPU kernels: "
+        "depth_mix,depth_pool,norm_rotate_mix,rms_norm,swiglu",
     )
 
 
@@ -320,31 +334,40 @@ def add_recipe(
     if runs:
         what += "; or the directory of a run to resume"
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override values of the recipe file")
     add_keys(parser, rows)
 
 
 def add_running(parser: Parser, name: str) -> None:
-    """Add the arguments of a comparison or a ladder: where and how it runs; `name` is its directory's."""
-    parser.add_argument("--out", type=Path, help=f"directory (default: runs/ and {name})")
-    parser.add_argument("--workers", type=int, default=1, help="worker processes; other machines may join")
+    """Add the arguments of a comparison or a ladder: where and how it runs; `name` is the end of its directory's
+    name."""
+    parser.add_argument("--out", type=Path, help=f"output directory (default: runs/NAME-{name})")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="number of worker processes; workers of other machines may join"
+    )
     parser.add_argument("--threads", type=int, help="CPU threads per worker (default: 1 with several workers)")
     parser.add_argument(
         "--executor",
         choices=("local", "slurm", "ray"),
         default="local",
-        help="where workers run; executor.KEY=value sets partition, time, memory_gb, gpus and environment",
+        help="where workers run; set partition, time, memory_gb, gpus and environment as executor.KEY=value",
     )
-    parser.add_argument("--report", action="store_true", help="only rewrite the report from finished runs")
     parser.add_argument(
-        "--retry-failed", action="store_true", help="resume runs that diverged; otherwise they are excluded"
+        "--report", action="store_true", help="only rewrite the report, from the runs that are finished; train nothing"
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--retry-failed",
+        action="store_true",
+        help="resume runs whose loss diverged; by default diverged runs are excluded",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def add_keys(parser: Parser, rows: Callable[[], Iterable[Key]]) -> None:
     """Add `--keys`, which lists the keys that key=value and the YAML file may set."""
-    parser.add_argument("--keys", action=Keys, rows=rows, help="list the keys of the file with their defaults")
+    parser.add_argument(
+        "--keys", action=Keys, rows=rows, help="list the keys of the recipe file with their defaults, and stop"
+    )
 
 
 def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:

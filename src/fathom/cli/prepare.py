@@ -19,7 +19,7 @@ EXAMPLES = (
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("--upload", metavar="URL", help=UPLOAD)
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     add_parameters(parser, prepare, "inputs")
 
 

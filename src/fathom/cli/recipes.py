@@ -26,7 +26,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--to", type=Path, metavar="FILE", help="output file (default: NAME.yaml in the current directory)"
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

@@ -31,16 +31,27 @@ LENGTH = 60
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
     parser.add_argument("run", type=Path, help="a run's directory, finished or not, or a folder of runs")
-    parser.add_argument("--against", type=Path, metavar="RUN", help="draw another run too, and list the differences")
+    parser.add_argument(
+        "--against",
+        type=Path,
+        metavar="RUN",
+        help="a second run to plot in the same charts; the page lists how its settings and results differ",
+    )
     parser.add_argument(
         "--prompt",
         action="append",
         default=[],
         metavar="TEXT",
-        help="continue this prompt, and show it through the lens; may be repeated",
+        help="prompt that the trained model continues and the lens analyses on the page; may be repeated",
     )
-    parser.add_argument("-o", "--out", type=Path, metavar="FILE", help="the page (default: report.html in the run)")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="HTML file to write (default: report.html in the run's directory)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
 
 
 def run(options: Namespace) -> int:

@@ -23,20 +23,23 @@ def add(parser: Parser) -> None:
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best run)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 picks a free one (default: 8000)")
-    parser.add_argument("--name", help="the model's name for clients (default: the directory's name)")
+    parser.add_argument("--name", help="the model's name in the API (default: the directory's name)")
     parser.add_argument(
         "--api-key",
         default=os.environ.get("FATHOM_API_KEY"),
         help="key that clients must send (default: $FATHOM_API_KEY)",
     )
     parser.add_argument(
-        "--api-keys", type=Path, metavar="FILE", help="several keys: a file with a name and a key on each line"
+        "--api-keys", type=Path, metavar="FILE", help="file of accepted API keys, with a name and a key on each line"
     )
     parser.add_argument(
-        "--requests-per-key", type=int, metavar="N", help="maximum requests of one key at a time (default: no limit)"
+        "--requests-per-key",
+        type=int,
+        metavar="N",
+        help="maximum simultaneous requests of one API key (default: no limit)",
     )
     parser.add_argument(
-        "--deadline", type=float, metavar="SECONDS", help="maximum seconds for an answer (default: no limit)"
+        "--deadline", type=float, metavar="SECONDS", help="maximum seconds that an answer may take (default: no limit)"
     )
     parser.add_argument(
         "--access-log", action="store_true", help="write one line of JSON to stderr for each request, with its id"
@@ -45,31 +48,37 @@ def add(parser: Parser) -> None:
     add_kernels(parser)
     add_kvcache(parser)
     parser.add_argument(
-        "--max-trips", type=int, metavar="N", help="maximum loop iterations per token, if a request sets none"
+        "--max-trips",
+        type=int,
+        metavar="N",
+        help="maximum loop iterations per token, for requests that set no max_trips",
     )
     add_speculate(parser)
     parser.add_argument(
         "--lookup",
         action="store_true",
-        help="draft what followed the same tokens earlier in a text, where that is faster; the output is unchanged",
+        help="speculative decoding by lookup: draft the tokens that followed the same tokens earlier in the "
+        "text, wherever this is faster; the output is unchanged",
     )
     parser.add_argument(
         "--layout",
         choices=("auto", "packed", "plain"),
         default="auto",
-        help="float32 weights on a CPU, in oneDNN's layout or as stored; auto times both at the start (default: auto)",
+        help="layout of float32 weights on a CPU: packed is oneDNN's, plain is as stored; auto (default) times "
+        "both at the start",
     )
     parser.add_argument(
         "--cache-memory",
         type=size,
         metavar="SIZE",
-        help="memory for keys and values, such as 2GiB (default: a quarter of the free memory, 80 %% on a GPU)",
+        help="memory for keys and values, such as 2GiB (default: a quarter of the free memory; on a GPU, 80 %% of it)",
     )
     parser.add_argument(
         "--prefix-memory",
         type=lambda text: 0 if text == "0" else size(text),
         metavar="SIZE",
-        help="memory for the prefix cache, in addition to --cache-memory (default: a quarter of it); 0 for none",
+        help="memory for the prefix cache, in addition to --cache-memory (default: a quarter of "
+        "--cache-memory); 0 for none",
     )
     parser.add_argument(
         "--allow-origin",
@@ -82,7 +91,7 @@ def add(parser: Parser) -> None:
         ),
     )
     add_control_tokens(parser)
-    parser.add_argument("--lens", action="store_true", help="serve the lens at /lens")
+    parser.add_argument("--lens", action="store_true", help="also serve the lens page, at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds for running requests to finish after SIGTERM (default: 20)"
     )

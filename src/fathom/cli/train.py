@@ -48,7 +48,8 @@ def add(parser: Parser) -> None:
         "--out",  # torchrun reads --run as an abbreviation of its own --run-path
         dest="run_dir",
         type=Path,
-        help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
+        help="run directory (default: runs/NAME, after the recipe's name); under torchrun, write --out instead "
+        "of --run",
     )
     parser.add_argument(
         "--from",
@@ -60,15 +61,15 @@ def add(parser: Parser) -> None:
         "--cooldown",
         type=int,
         metavar="STEPS",
-        help="with --from: decay the learning rate over this many steps, and end",
+        help="with --from: decay the learning rate over this many steps, then end the run",
     )
-    parser.add_argument("--new", action="store_true", help="refuse to resume an existing run")
+    parser.add_argument("--new", action="store_true", help="start a new run: refuse a directory that has a run already")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved recipe and its cost, check the corpus, and stop",
+        help="print the resolved recipe and its cost, check the corpus, and stop before training",
     )
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.epilog = EXIT_CODES
     parser.needs("--from", "--cooldown")
     parser.mode("--dry-run", "trains nothing", "--new")

@@ -27,26 +27,34 @@ documents. Ctrl-C stops it, and the same command resumes. One seed and a short t
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("model", help="a directory of any family, a GGUF file, a run, or org/name on the Hub")
+    parser.add_argument(
+        "model", help="the model to deepen: a model directory of any family, a GGUF file, a run, or org/name on the Hub"
+    )
     parser.add_argument(
         "--with",
         dest="mechanism",
         default="depth_attention:blend=learned",
         metavar="MECHANISM[:KEY=VALUE,...]",
-        help="the mechanisms to add, joined by + (default: depth_attention:blend=learned)",
+        help="the mechanisms to add, joined by +, each with its options (default: depth_attention:blend=learned)",
     )
-    parser.add_argument("--layers", metavar="A-B", help="first and last layer of a loop, from 0 (default: all)")
+    parser.add_argument(
+        "--layers", metavar="A-B", help="first and last layer of a loop, counted from 0 (default: all layers)"
+    )
     parser.add_argument(
         "--text",
         nargs="+",
         default=(),
         metavar="INPUT",
-        help="text to train on; a tenth is held out (default: the reference of the Python language)",
+        help="text to train on; a tenth of it is held out (default: the Python language reference)",
     )
-    parser.add_argument("--out", type=Path, default=Path("tried"), metavar="DIR", help="directory (default: tried)")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps of each training (default: 120)")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a step (default: 256)")
-    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.add_argument(
+        "--out", type=Path, default=Path("tried"), metavar="DIR", help="output directory (default: tried)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=120, help="optimizer steps of each of the two trainings (default: 120)"
+    )
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per optimizer step (default: 256)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.epilog = EPILOG
 
 

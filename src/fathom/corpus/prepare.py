@@ -96,15 +96,15 @@ class PrepareOptions(AdvisedReading):
     """Options of `prepare`: how it reads its inputs, writes shards and trains a tokenizer."""
 
     max_record_bytes: int = MAX_RECORD_BYTES
-    """Maximum bytes of a line, a file, or the text between separators."""
+    """Maximum bytes of a record: a line, a file, or the text between two separators."""
     eos_token: str | None = None
     """The token that ends every document; by default the tokenizer's EOS."""
     file_format: FileFormat = "auto"
     """Read every file as this format, regardless of its extension."""
     shard_tokens: int = 1 << 27
-    """Tokens after which a shard is closed."""
+    """Number of tokens after which a shard is closed and the next one begins."""
     tokenizer_bytes: int = 1 << 28
-    """Train the tokenizer on at most this many bytes of text, an equal share from the start of every input."""
+    """Train the tokenizer on at most this many bytes of text, taken in equal shares from the start of every input."""
 
     @property
     def reading(self) -> AdvisedReading:
@@ -130,10 +130,12 @@ def prepare(
         inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` in front sets the domain.
         out: The output directory.
         tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
-        train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
+        train_tokenizer: Train a byte-level BPE of this many tokens on the training documents, in place of a finished
+            tokenizer.
         held_out: Share of documents for the validation split, chosen by a hash of their text.
-        workers: Tokenising processes; by default one per available core. The output does not depend on the number.
-        overwrite: Replace a corpus in `out` that was made with other arguments, or before an input was written.
+        workers: Number of tokenising processes, which does not change the output; by default one per available core.
+        overwrite: Replace a corpus in the output directory that was made with other arguments, or before an input was
+            last changed.
         options: Further options.
     """
     chosen = options or PrepareOptions()

@@ -29,29 +29,29 @@ class Collection(Section):
     inputs: tuple[str, ...] = ()
     """files, directories and globs; a directory is searched to any depth for known extensions"""
     kind: Literal["documents", "conversations", "preferences", "table", "papers"] = "documents"
-    """documents, conversations, preferences (a chosen and a rejected answer), or a table of JSON rows or papers (TEI,
-    or rows with a title and an abstract) that are turned into conversations"""
+    """what the inputs are: documents; conversations; preferences (a chosen and a rejected answer); table (JSON rows) or
+    papers (TEI, or rows with a title and an abstract), both of which are turned into conversations"""
     pairs: tuple[Pair, ...] = PAIRS
-    """for papers: the questions that are made"""
+    """for kind papers: the types of question that are made from each paper"""
     entity_field: str = "name"
-    """for a table: the column with the subject of a row"""
+    """for kind table: the column that names what a row is about"""
     templates: tuple[str, ...] = ()
-    """for a table: alternating question and answer templates with {entity}, {key}, {value}; empty: five built-in
-    ones"""
+    """for kind table: question and answer templates by turns, with {entity}, {key} and {value}; empty takes five
+    built-in pairs"""
     tools: tuple[str, ...] = ()
-    """for ReAct traces: the allowed tools; traces with other tools are dropped; empty: any"""
+    """for ReAct traces: the allowed tools; traces that use other tools are dropped; empty allows all tools"""
     license: str = "unknown"
-    """licence of documents that do not name their own"""
+    """licence of those documents that do not name their own licence"""
     priority: int = 0
-    """the near-duplicate with the higher priority is kept"""
+    """priority of the collection: of near-duplicates, the one whose collection has the highest priority is kept"""
     text_field: str = "text"
-    """the JSON field or Parquet column that holds the text; * reads all of a record, a line for each value"""
+    """the JSON field or Parquet column that holds the text; * takes all values of a record, each on a line"""
     separator: str | None = None
-    """a line that separates documents within text files; null: a file is a document"""
+    """a line that separates the documents of a text file; null makes each text file one document"""
     encoding: str = "utf-8"
     """encoding of text files; utf-8 also reads UTF-16 and UTF-32 with a byte-order mark"""
     filter: dict[str, object] = field(default_factory=dict)
-    """overrides of the filter section for this collection"""
+    """keys of the filter section whose values are different for this collection"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -68,20 +68,20 @@ class IngestOptions(Section, section="ingest"):
     html: Literal["trafilatura", "plain"] = "trafilatura"
     """how the text of a web page is found: trafilatura (its main text), or plain (all visible text)"""
     identify: Literal["content", "stamp"] = "content"
-    """how an unchanged input is recognised: by its bytes, or faster by name, size and time"""
+    """how an unchanged input is recognised: content, by its bytes; stamp, which is faster, by name, size and time"""
     max_file_bytes: int = 1 << 28
-    """larger PDF, HTML, TEI, EPUB and JATS files, in bytes, are skipped as too_large"""
+    """maximum bytes of a PDF, HTML, TEI, EPUB or JATS file; larger files are skipped as too_large"""
     max_document_bytes: int = 1 << 24
-    """documents with more bytes of text are skipped as too_large"""
+    """maximum bytes of text of a document; larger documents are skipped as too_large"""
     max_seconds: float = 60.0
-    """time limit for a PDF or page, skipped as too_slow"""
+    """time limit for reading a PDF or a web page; one that takes longer is skipped as too_slow"""
     max_memory: int = 1 << 30
-    """memory limit in bytes for a PDF or page, skipped as parse_error"""
+    """memory limit in bytes for reading a PDF or a web page; one that needs more is skipped as parse_error"""
     check: int = 32
-    """of every 512 input files, so many pages, books and papers are read a second time, to count altered or lost
-    numbers"""
+    """number of web pages, books and papers in every 512 input files that are read a second time, to count numbers that
+    the extraction altered or lost"""
     sentinels: bool = False
-    """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
+    """mark figures, tables, formulas and citations of TEI files, such as [START_FIGURE]...[END_FIGURE]"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -97,12 +97,13 @@ class Normalize(Section, section="normalize"):
     form: Literal["nfc", "nfkc"] = "nfc"
     """Unicode normal form; nfkc also replaces ligatures and fullwidth letters, but keeps powers and fractions"""
     strip: tuple[str, ...] = ()
-    """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
+    """regular expressions whose matches are removed, such as a library's header; ^ and $ match at
+    the beginning and end of a line"""
     blank_lines: int = 2
-    """longer runs of blank lines are cut to this many"""
+    """maximum consecutive blank lines; longer runs are cut to this many"""
     mask: tuple[Literal["email", "ip", "phone", "key"], ...] = ()
-    """private data that becomes a placeholder, such as <EMAIL>: e-mail addresses, public IP addresses, telephone
-    numbers, secret keys; in conversations, too"""
+    """kinds of private data to replace by a placeholder such as <EMAIL>, also in conversations: e-mail addresses,
+    public IP addresses, telephone numbers, secret keys"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -115,7 +116,8 @@ class Filter(Section):
     """Which documents are kept; null turns a rule off. Values as in Gopher's rules."""
 
     min_words: int | None = 50
-    """minimum words; in Chinese, Japanese, Thai and others without spaces each character is one"""
+    """minimum number of words; in languages without spaces, such as Chinese, Japanese and Thai, a character is a
+    word"""
     max_words: int | None = 100_000
     """maximum words"""
     min_word_length: float | None = 3.0
@@ -123,42 +125,43 @@ class Filter(Section):
     max_word_length: float | None = 10.0
     """maximum mean characters per word"""
     max_symbol_ratio: float | None = 0.1
-    """number signs and ellipses for each word"""
+    """maximum number of # signs per word, and of ellipses per word"""
     max_bullet_lines: float | None = 0.9
-    """share of lines that begin with a bullet"""
+    """maximum share of lines that begin with a bullet"""
     max_ellipsis_lines: float | None = 0.3
-    """share of lines that end in an ellipsis"""
+    """maximum share of lines that end in an ellipsis"""
     min_alphabetic_words: float | None = 0.8
-    """share of words with a letter"""
+    """minimum share of words that contain a letter"""
     min_stop_words: int | None = 2
-    """how many of the English words the, be, to, of, and, that, have, with occur; null for other languages. With
-    `languages` each document is judged by the 50 most frequent words of its own language (jusText's lists)"""
+    """minimum number of the English words the, be, to, of, and, that, have, with that a document must contain; null for
+    other languages. With `languages` each document is judged by the 50 most frequent words of its own language
+    (jusText's lists)"""
     max_duplicate_lines: float | None = 0.3
-    """share of lines that occurred before"""
+    """maximum share of lines that repeat an earlier line of the document"""
     max_duplicate_line_characters: float | None = 0.2
-    """share of characters in lines that occurred before"""
+    """maximum share of characters in lines that repeat an earlier line of the document"""
     max_duplicate_paragraphs: float | None = 0.3
-    """share of paragraphs that occurred before"""
+    """maximum share of paragraphs that repeat an earlier paragraph of the document"""
     max_duplicate_paragraph_characters: float | None = 0.2
-    """share of characters in paragraphs that occurred before"""
+    """maximum share of characters in paragraphs that repeat an earlier paragraph of the document"""
     max_top_2gram: float | None = 0.20
-    """share of characters in the most frequent pair of words"""
+    """maximum share of characters in the most frequent pair of words"""
     max_top_3gram: float | None = 0.18
-    """share of characters in the most frequent run of three words"""
+    """maximum share of characters in the most frequent run of three words"""
     max_top_4gram: float | None = 0.16
-    """share of characters in the most frequent run of four words"""
+    """maximum share of characters in the most frequent run of four words"""
     max_duplicate_5grams: float | None = 0.15
-    """share of characters in runs of five words that occurred before"""
+    """maximum share of characters in runs of five words that occur earlier in the document"""
     max_duplicate_6grams: float | None = 0.14
-    """share of characters in runs of six words that occurred before"""
+    """maximum share of characters in runs of six words that occur earlier in the document"""
     max_duplicate_7grams: float | None = 0.13
-    """share of characters in runs of seven words that occurred before"""
+    """maximum share of characters in runs of seven words that occur earlier in the document"""
     max_duplicate_8grams: float | None = 0.12
-    """share of characters in runs of eight words that occurred before"""
+    """maximum share of characters in runs of eight words that occur earlier in the document"""
     max_duplicate_9grams: float | None = 0.11
-    """share of characters in runs of nine words that occurred before"""
+    """maximum share of characters in runs of nine words that occur earlier in the document"""
     max_duplicate_10grams: float | None = 0.10
-    """share of characters in runs of ten words that occur earlier in the document"""
+    """maximum share of characters in runs of ten words that occur earlier in the document"""
     languages: tuple[str, ...] = ()
     """allowed languages, as ISO 639-1 codes of py3langid; empty disables the check"""
 
@@ -168,20 +171,20 @@ class Deduplicate(Section, section="deduplicate"):
     """Which documents count as duplicates of each other."""
 
     exact: bool = True
-    """keep one of several documents of the same text, or conversations of the same messages"""
+    """keep only one of several documents with the same text, or of several conversations with the same messages"""
     near: bool = True
-    """keep one of several documents that share most runs of words; conversations in the trained messages and in the
-    rest"""
+    """keep only one of several documents that share most runs of words; conversations are near-duplicates if both their
+    trained messages and their other messages are"""
     jaccard: float = 0.8
-    """Jaccard similarity of the word runs of two documents from which on they count as near-duplicates"""
+    """two documents are near-duplicates if the Jaccard similarity of their shingles is at least this"""
     shingle: int = 5
-    """words in a run (shingle)"""
+    """number of consecutive words in a shingle"""
     bands: int = 14
-    """groups of hashes; documents meet where one group agrees"""
+    """number of MinHash bands (groups of hashes); two documents are compared if all hashes of one band agree"""
     rows: int = 8
-    """hashes in a group"""
+    """number of hashes in each MinHash band"""
     seed: int = 0
-    """seed of the hashes"""
+    """seed of the MinHash functions"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -198,11 +201,12 @@ class BenchmarkFile(Section, short="path"):
     """Where a benchmark's items are, and what is done with documents that contain one of these items."""
 
     path: str = ""
-    """JSON lines, or a JSON list, with question, choices and answer; `question` may name another field"""
+    """file of JSON lines, or a JSON list, with the fields question, choices and answer; the key `question` may name
+    another field for the question"""
     question: str | None = None
-    """the field of the question or text; null tries question, stem, query, sentence, text"""
+    """the field that holds the question or text; null tries the fields question, stem, query, sentence, text"""
     action: Literal["drop", "cut", "report"] | None = None
-    """null takes decontaminate.action"""
+    """what to do with leaks of this benchmark; null takes decontaminate.action"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -216,17 +220,19 @@ class Decontaminate(Section, section="decontaminate"):
     benchmarks: dict[str, BenchmarkFile] = field(default_factory=dict)
     """their files, by name"""
     action: Literal["drop", "cut", "report"] = "drop"
-    """drop the document, cut out the passage, or only report it"""
+    """what to do with a leak: drop the document, cut out the passage, or only report the leak"""
     words: int = 13
-    """number of consecutive words of a question, found in no other question, that count as a leak"""
+    """a document leaks a question if it contains this many consecutive words of the question that no other question
+    has"""
     whole: int = 8
-    """questions of `whole` to `words` - 1 words are leaks if they occur in full; shorter ones only with their answer"""
+    """a question of at least this many words and fewer than decontaminate.words is leaked if it occurs in full; a
+    shorter question only if it occurs with its answer"""
     shortest: int = 4
-    """shorter questions, counted with their answer, are not searched for"""
+    """minimum words of a question together with its answer; shorter questions are not searched for"""
     margin: int = 200
-    """characters that are cut on either side of a leak"""
+    """for action cut: number of characters to cut on either side of a leaked passage"""
     strict: bool = False
-    """end with exit code 1 if a benchmark has one question with two answers"""
+    """end with exit code 1 if a benchmark has the same question with two different answers"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -244,13 +250,13 @@ class TokenizeOptions(Section, section="tokenize"):
     tokenizer: str | None = None
     """a tokenizer's directory or file, or a name on the Hub"""
     train: int | None = None
-    """train a byte-level BPE of this many tokens on the kept documents instead"""
+    """instead of tokenize.tokenizer: train a byte-level BPE of this many tokens on the kept documents"""
     train_bytes: int = 1 << 28
-    """maximum bytes of text to train the tokenizer on, an equal share of each collection"""
+    """maximum bytes of text to train the tokenizer on, taken in equal shares from the collections"""
     eos_token: str | None = None
     """the token that ends a document; null means the tokenizer's EOS"""
     held_out: float = 0.01
-    """share of documents that go to the validation split, by a hash of their text"""
+    """share of documents that go to the validation split, chosen by a hash of their text"""
     shard_bytes: int = 1 << 28
     """approximate bytes of text in one shard"""
 
@@ -270,10 +276,11 @@ class ConverseOptions(Section, section="converse"):
     """How conversations become tokens, with a loss mask."""
 
     template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
-    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: the tokenizer's
-    own chat template"""
+    """format of conversations: chatml is Qwen's; alpaca has headings; react has thoughts, actions and observations;
+    tokenizer is the tokenizer's own chat template"""
     max_tokens: int = 2048
-    """longer conversations lose their oldest exchanges; one whose last exchange alone is longer is rejected"""
+    """maximum tokens of a conversation: a longer one loses its oldest exchanges, and is rejected if its last exchange
+    alone is longer"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -285,11 +292,12 @@ class Mix(Section, section="mix"):
     """The mixture that a training run reads."""
 
     shares: dict[str, float] = field(default_factory=dict)
-    """share of tokens of each collection; empty: in proportion to their sizes"""
+    """share of the tokens that comes from each collection; empty takes collections in proportion to their sizes"""
     tokens: int | None = None
-    """tokens of the mixture; null: one epoch of the collection that runs out first"""
+    """number of tokens of the mixture; null: as many as one epoch of the collection that runs out first
+    allows"""
     epochs: float = 4.0
-    """maximum epochs of any collection"""
+    """maximum number of times that any collection is read"""
     block: int = 2048
     """tokens per training sequence"""
 
@@ -309,19 +317,20 @@ class Executor(Section, section="executor", short="name"):
     """How the tasks of a stage are run; the results do not depend on it."""
 
     name: Literal["local", "datatrove", "slurm", "ray"] = "local"
-    """local: processes of this machine; the others through datatrove: its own processes, Slurm's job arrays, Ray"""
+    """local: processes of this machine; datatrove: datatrove's processes of this machine; slurm and ray: Slurm's job
+    arrays and Ray, through datatrove"""
     workers: int | None = None
-    """processes at once; null: one for each core of this machine, or 100 under Slurm and Ray"""
+    """number of processes at a time; null: one for each core of this machine, or 100 under Slurm and Ray"""
     partition: str = "cpu"
-    """slurm: where jobs run"""
+    """for slurm: the partition in which jobs run"""
     time: str = "24:00:00"
-    """slurm: how long a job may take"""
+    """for slurm: time limit of a job"""
     memory_gb: int = 2
-    """slurm and ray: memory of a worker"""
+    """for slurm and ray: memory of each worker, in GB"""
     gpus: int = 0
-    """slurm and ray: GPUs of a worker, for compare and ladder"""
+    """for slurm and ray: number of GPUs of each worker, in fathom compare and fathom ladder"""
     environment: str = ""
-    """slurm: a shell command that sets up a job, such as the activation of an environment"""
+    """for slurm: a shell command that sets up a job, such as the activation of a Python environment"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks on the values of the fields, beyond their types."""
@@ -352,7 +361,7 @@ class CorpusRecipe(Section):
     mix: Mix = field(default_factory=Mix)
     """mixture of the training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
-    """formats for other programs, exported in addition to the shards"""
+    """formats for other programs, written in addition to the shards"""
     executor: Executor = field(default_factory=Executor)
     """scheduler; the name alone is enough"""
 

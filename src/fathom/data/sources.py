@@ -75,16 +75,16 @@ class Reading:
     advises: ClassVar[bool] = False
     """Whether errors name the options of `fathom prepare` that let reading continue."""
     text_field: str = "text"
-    """The JSON field or Parquet column that holds the text; `*` reads all of a record, a line for each value."""
+    """The JSON field or Parquet column that holds the text; `*` takes all values of a record, each on a line."""
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
     separator: str | None = None
-    """A line that separates documents within text files; empty: a blank line; a line break: every line is a document.
-    By default a file is a document."""
+    """A line that separates the documents of a text file; an empty one stands for a blank line, and a line break makes
+    every line a document. By default a text file is one document."""
     undecodable: Undecodable = "error"
-    """What to do with text that is not UTF-8: stop, replace invalid bytes, or skip the document."""
+    """What to do with text that is not UTF-8: error (stop), replace (the invalid bytes) or skip (the document)."""
     oversize: Oversize = "error"
-    """What to do with a record over the size limit: stop, or skip it."""
+    """What to do with a record larger than `max_record_bytes`: error (stop) or skip (leave it out)."""
     max_record_bytes: int = MAX_TEXT_BYTES
     """Maximum bytes of a line, file, text between separators or Parquet value."""
 

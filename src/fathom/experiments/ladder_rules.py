@@ -18,41 +18,46 @@ class Rules(Section, section="ladder"):
     """The `ladder` section: model sizes, budgets, seeds and controls."""
 
     layers: tuple[int, ...] = ()
-    """depth of each model size, small to large; required"""
+    """number of layers of each model size, small to large; required"""
     hidden: tuple[int, ...] = ()
-    """width of each model size; heads keep their width, the MLP is 8/3 of the width; must be given"""
+    """hidden size of each model size; required. The size of a head stays the same; the MLP is 8/3
+    times as wide as the hidden size"""
     seeds: tuple[int, ...] = ()
     """number of seeds of each model size; required"""
     tokens_per_parameter: tuple[float, ...] = (10.0,)
-    """tokens per run over the control's parameters without embeddings; further budgets only serve to
+    """tokens of a run divided by the control's parameters without embeddings; budgets after the first only serve to
     estimate φ, the value of a loop iteration"""
     tokens: int | None = None
-    """tokens of every run, independent of size; null means tokens_per_parameter"""
+    """tokens of every run, the same at every model size; null means that ladder.tokens_per_parameter decides"""
     mlp_multiple: int = 16
     """the MLP's width is rounded to a multiple of this"""
     batch_exponent: float = 0.5
-    """the batch grows as (tokens of a size / tokens of the first size) to this power"""
+    """the batch size grows as (tokens of a run at a model size / tokens at the first model size) to this power"""
     lr_exponents: tuple[float, float, float] | None = None
-    """exponents of tokens, width and batch in the rule that scales the learning rate; null means those of optim.name"""
+    """exponents of tokens, width and batch in the rule that scales the learning rate; null: those for
+    optim.name"""
     tune_points: tuple[int, ...] = (4, 3)
     """number of learning rates, a factor 2 apart, that each arm tries at the first size, the second, ...; empty tunes
     nothing"""
     tune_seeds: tuple[int, ...] = (2, 1)
-    """seeds for each of these learning rates"""
+    """number of seeds for each learning rate of ladder.tune_points, at the first size, the second, ..."""
     tune_domains: tuple[str, ...] = ()
     """held-out domains on whose mean loss the learning rate is chosen; empty means all"""
     seed_control: tuple[int, ...] = (5, 2)
     """number of seeds of the seed control (the control with other initial values) at the first size, the second, ..."""
     parameters: bool = True
-    """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
+    """for each arm with over 0.5 % more parameters than the control: add a second control, whose wider MLP gives it as
+    many parameters as the arm"""
     seal: bool = True
-    """with three sizes or more: predict the largest one and seal the prediction before it is trained"""
+    """with three or more model sizes: predict the losses of the largest size, and fix the prediction by a hash before
+    that size is trained"""
     check: bool = True
     """try half and twice the learning rate at the largest size"""
     contrasts: str = ""
-    """sums of losses of several arms, tested at the largest size: NAME=ARM - ARM - ARM + ARM, separated by commas"""
+    """sums of the losses of several arms, such as an interaction, to test at the largest size: comma-separated
+    NAME=ARM - ARM - ARM + ARM"""
     pairs: int = 12
-    """timing rounds per arm, in the order A B B A; 0 for none"""
+    """rounds in which each arm B is timed next to the control A, in the order A B B A; 0 for none"""
 
     def rules(self) -> Iterator[Rule]:
         """Rules for the section's values that go beyond the types of the fields."""

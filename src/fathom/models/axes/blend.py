@@ -46,12 +46,13 @@ class BlendOptions(MechanismOptions):
     learns: ClassVar[bool] = True
     """Whether `blend` may be `learned`."""
     blend: float | Literal["learned"] = 1.0
-    """λ: weight of the mechanism's result. With 0 the model computes what it computes without the mechanism. With
+    """λ: weight of the mechanism's result. With 0 the model computes what it would compute without the mechanism. With
     `learned`, λ and a gain on what the model computes without the mechanism are parameters, which start at zero."""
     gates: Literal["layer", "head", "channel"] = "layer"
     """For `blend: learned`: one λ and one gain per layer, per head (mixers only) or per channel."""
     blend_steps: int = 0
-    """Training steps over which λ rises from 0 to `blend`; 0 keeps it constant. A saved model has its current λ."""
+    """Training steps over which λ rises from 0 to `blend`; 0 keeps λ constant. A saved
+    model holds the current λ."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a `blend` outside 0 … 1, negative `blend_steps`, and `gates` that the mechanism cannot have."""
@@ -153,8 +154,8 @@ class BlendedMixerOptions(MixerOptions, BlendOptions):
     """Options of a mixer that can start with weight λ = 0, so that a pretrained model first computes the same."""
 
     shuffled: bool = False
-    """For `blend: learned`: m comes from another sequence of the batch, at the same positions. It has the statistics of
-    m without its content, so it is the control of a mechanism's content."""
+    """For `blend: learned`: the mechanism's result comes from another sequence of the batch, at the same positions. It
+    has the statistics of the true result without its content, so the option makes a control."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse `shuffled` unless `blend` is `learned`."""

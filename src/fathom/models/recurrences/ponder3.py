@@ -42,9 +42,9 @@ class Ponder3Options(SolverOptions, SampleOptions):
     trips: int = 4
     """Maximum number of iterations of a token, the first included."""
     jacobi_train: list = field(default_factory=lambda: [4, 6])
-    """`[least, most]` rounds in training, drawn for every step."""
+    """`[least, most]`: range from which the number of Jacobi rounds of each training step is drawn."""
     jacobi_eval: int = 10
-    """Jacobi rounds of a forward pass without a cache."""
+    """Number of Jacobi rounds of a forward pass without a cache."""
     tau: float = 1e-4
     """Threshold τ: an iteration is made only if its w is above τ."""
     router_bias: float = 0.0

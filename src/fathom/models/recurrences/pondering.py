@@ -29,19 +29,19 @@ class SolverOptions(RecurrenceOptions):
     tokens are read). Decoding needs no solver."""
 
     jacobi_train: list = field(default_factory=lambda: [2, 3])
-    """`[least, most]` rounds in training, drawn for every step."""
+    """`[least, most]`: range from which the number of Jacobi rounds of each training step is drawn."""
     jacobi_eval: int = 3
-    """Jacobi rounds of a forward pass without a cache."""
+    """Number of Jacobi rounds of a forward pass without a cache."""
     jacobi_prefill: int = 10
-    """Rounds when a prompt is read into a cache."""
+    """Number of Jacobi rounds when a prompt is read into a cache."""
     gradient_passes: int = 0
-    """Passes of a training step, counted from its last, that gradients flow through; 0 for all of them, as in the
-    papers. The others cost only a forward pass and keep no activations. The gradient is then a different one."""
+    """Number of last passes of a training step that gradients flow through; 0 for all passes, as in the papers. Earlier
+    passes cost only a forward pass and keep no activations. The gradient then differs from that of all passes."""
     prefill: str = "jacobi"
-    """How evaluation and prefill read a text: `jacobi` approximates decoding in rounds; `exact` gives the numbers of
-    decoding token by token, and costs as much."""
+    """How evaluation and prefill read a text: `jacobi` approximates token-by-token decoding in parallel rounds; `exact`
+    gives the same numbers as token-by-token decoding, and costs as much."""
     seed: int | None = None
-    """Seed of all draws of a step; training sets it."""
+    """Seed of all random draws of a training step; training sets it anew for every step."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse invalid settings of the solver."""
@@ -77,7 +77,7 @@ class SampleOptions(RecurrenceOptions):
     penalty_token_fraction: float = 0.125
     """Share of the tokens on which the penalty is measured, drawn for every step."""
     seed: int | None = None
-    """Seed of all draws of a step; training sets it."""
+    """Seed of all random draws of a training step; training sets it anew for every step."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a sample of nothing."""
