@@ -35,7 +35,7 @@ def add(parser: Parser) -> None:
 
 def add_models(parser: Parser) -> None:
     """Add any number of models, the first of which the others are compared with."""
-    help = "model directories, runs or comparisons; all are compared with the first; each may be NAME=MODEL"
+    help = "model directories, runs or comparisons; all others are compared with the first; NAME=MODEL names one"
     parser.add_argument("checkpoints", nargs="+", metavar="MODEL", help=help)
 
 

@@ -16,7 +16,7 @@ EXAMPLES = (
 
 def add(parser: Parser) -> None:
     """Add the command's arguments."""
-    help = "folders that lm-eval wrote with --log_samples; all are compared with the first; each may be NAME=FOLDER"
+    help = "folders of lm-eval's --log_samples files; all others are compared with the first; NAME=FOLDER names one"
     parser.add_argument("folders", nargs="+", metavar="FOLDER", help=help)
     parser.add_argument(
         "--cluster",

@@ -133,7 +133,7 @@ def compare(
         a: The first model: a directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
         b: The second model; the order of the two does not say which came first.
         control: Unrelated models of the same kind, for reference; without any control no score counts as high.
-        null: Null file (scores of unrelated models) of `fathom lineage calibrate`, instead of or in addition to controls.
+        null: Null file of `fathom lineage calibrate` (scores of unrelated models), in place of or next to controls.
         out: Directory for report.json, report.html and the portraits.
         exit_code: End with an exit code for the verdict: 10 shared lineage, 11 partial, 12 inconclusive, 13 shared
             initialisation or lineage, 14 embedding agrees.
