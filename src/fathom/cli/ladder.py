@@ -48,8 +48,8 @@ def add(parser: Parser) -> None:
         "--until",
         choices=STAGES,
         default=STAGES[-1],
-        help="the last stage to run: tune (learning rates), rungs (the model sizes before the largest), seal "
-        "(the prediction for the largest size), last (the largest size) or check (its learning rate)",
+        help="the last stage to run: tune (learning rates), rungs (all model sizes but a sealed largest one), seal "
+        "(the prediction for that one), last (the sealed size) or check (its learning rate)",
     )
     parser.add_argument(
         "--dry-run",
