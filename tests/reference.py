@@ -193,10 +193,10 @@ def own_options(mechanism: str) -> str:
         if (name, text) in shared
     ]
     lines = [*listed(own)] if own else []
-    lines += ["", f"Also: {', '.join(also)} ([meaning](../reference/keys.md#mechanisms))."] if also else []
+    lines += ["", f"Further options: {', '.join(also)} ([meaning](../reference/keys.md#mechanisms))."] if also else []
     for other in dict.fromkeys(before[row] for row in rows if row in before and (row[0], row[2]) not in shared):
         alike = (f"`{row[0]}`" for row in rows if before.get(row) == other and (row[0], row[2]) not in shared)
-        lines += ["", f"As in [`{other}`]({Path(MECHANISM_PAGES[other]).name}): {', '.join(alike)}."]
+        lines += ["", f"Options as in [`{other}`]({Path(MECHANISM_PAGES[other]).name}): {', '.join(alike)}."]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -137,8 +137,8 @@ class VisitOptions(ResidualOptions):
     """Options of a residual that may have separate parameters for each loop iteration."""
 
     per_visit: bool = False
-    """Whether a layer that runs in several iterations has these parameters for each of them; its other weights are
-    shared."""
+    """Whether a layer that runs in several iterations has these residual parameters once for each iteration; its other
+    weights are shared."""
 
 
 @dataclass(frozen=True)

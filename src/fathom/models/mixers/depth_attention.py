@@ -54,11 +54,11 @@ class DepthAttentionOptions(ScheduleOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
-    """Bias on the logit of the layer's own value. A finite bias makes no exact start; `blend: 0` does."""
+    """Bias on the logit of the layer's own value; no finite bias makes a model start exactly, as `blend: 0` does."""
     norm_scores: bool = False
     """Whether the mean query and the keys are RMS-normed (without a weight) for the scores over depth."""
     mixes: str = "value"
-    """What is mixed over depth: `value`, `key`, or `both`. The paper's ablation finds that keys should be left out."""
+    """What is mixed over depth: `value`, `key`, or `both`; the paper's ablation finds that keys should not be mixed."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse unknown values of `mixes`, and `self_bias` or mixed keys together with learned gates."""

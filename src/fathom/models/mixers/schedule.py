@@ -19,13 +19,13 @@ class ScheduleOptions(BlendedMixerOptions):
     """Which layers are sources."""
 
     stride: int | None = None
-    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the number of
+    """Every stride-th layer, counted from layer 0, is a source for all layers above it; by default half the number of
     layers."""
     recent_layers: int = 0
-    """Number of layers just below that are sources too."""
+    """Number of layers directly below a layer that are its sources too."""
     across_trips: str | None = None
     """Sources from earlier iterations: `none`, `same_layer` (the layer's own), `grid` (the grid of every earlier
-    iteration) or `first` (each source is taken once, at its first visit). Default: as the recurrence declares."""
+    iteration) or `first` (each source once, from its layer's first iteration). Default: as the recurrence declares."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a `stride` or `recent_layers` larger than the number of layers."""

@@ -69,12 +69,12 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Who decides which tokens continue: an MLP for each iteration (`own`), one for all (`shared`), or a fixed schedule
     (`uniform`, `geometric`)."""
     kept: float = 0.85
-    """Share of the tokens that make the last iteration under a fixed schedule; with `uniform` the default means 3.7 of
-    4 iterations."""
+    """Share of the tokens that make the last iteration under a fixed schedule; with `uniform` the default gives 3.7 of
+    4 iterations on average."""
     tau: float = 1e-4
     """Threshold τ: a token halts when its gate falls below it."""
     gate_bias: float = 2.0
-    """Initial logit of the gates; positive means open. With -20 no token makes a second iteration."""
+    """Initial logit of the gates: positive means open, and at -20 no token makes a second iteration."""
     penalty_max: float = 0.1
     """Weight λ of the penalty."""
     penalty_fraction: float = 0.1
@@ -82,10 +82,11 @@ class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
     """Fractions of training between which q grows."""
     penalty_on: str = "sigmoid"
-    """The gate in the penalty: `sigmoid`, or the `logit`, whose gradient does not vanish before the cut."""
+    """The gate in the penalty: `sigmoid`, whose gradient fades just before the threshold τ, or the `logit`, whose
+    gradient does not."""
     penalty_over: str = "row"
-    """Take the lowest gates of each `row`, or of the `batch` as in the paper, which depends on how batches are
-    split."""
+    """Take the lowest gates of each `row`, or of the `batch`: the paper's choice, whose result depends on how batches
+    are split."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse invalid thresholds and penalties."""

@@ -40,13 +40,13 @@ class GrowthOptions(DrawnOptions):
     """Options of a recurrence whose number of iterations may grow over training."""
 
     growth: str = "none"
-    """How iterations grow over training: `none`, `linear`, or `sqrt`, slow first."""
+    """How the number of iterations grows over training: `none`, `linear`, or `sqrt` (slowly at first)."""
     growth_from: int = 1
-    """Iterations at the first step: 1, or those that a loop was trained with."""
+    """Iterations at the first step: 1, or as many as a loop was trained with."""
     growth_share: float = 0.5
     """The fraction of training after which all iterations are made."""
     growth_open: float = 0.05
-    """The fraction of training over which a new iteration opens."""
+    """The fraction of training over which a new iteration's weight rises from 0 to 1."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse an unknown `growth` curve, and settings that do not fit into the training run."""

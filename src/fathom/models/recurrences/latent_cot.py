@@ -46,11 +46,11 @@ class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     trips: int = 4
     """Maximum number of iterations of a token, the first included."""
     tau: float = 1e-2
-    """Threshold τ: a token stops when R falls below it."""
+    """Threshold τ: a token stops when its remaining share R falls below τ."""
     router: str = "linear"
     """Router: `linear`, or a two-layer `mlp`. All iterations share it."""
     router_bias: float = 2.0
-    """Initial bias of the router; positive means continue. With -10 no token makes a second iteration."""
+    """Initial bias of the router: positive means continue, and at -10 no token makes a second iteration."""
     penalty: float = 0.05
     """Weight λ of the penalty."""
     penalty_beta: float = 1.0

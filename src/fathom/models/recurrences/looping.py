@@ -83,11 +83,11 @@ class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOption
     injection: str = "none"
     """How the loop's input e enters every further iteration: `none`, `add` or `diagonal` (Parcae's)."""
     entry_norm: bool = False
-    """Whether e is normed before it is injected."""
+    """Whether the loop's input e is normed before it is injected."""
     norm_between: str = "none"
-    """The norm of the stream between iterations: `none`, `final` (the model's last norm) or `own`."""
+    """The norm of the stream between iterations: `none`, `final` (the model's last norm) or `own` (one more norm)."""
     kv: str = "own"
-    """The keys and values that later iterations attend to: `own`, or `first`, those of the first one."""
+    """The keys and values that later iterations attend to: `own`, or `first`, those of the first iteration."""
     damping: float = 1.0
     """Damping δ: the fraction of its update by which an iteration moves the stream; 1 is the plain loop."""
 

@@ -46,11 +46,11 @@ class Ponder3Options(SolverOptions, SampleOptions):
     jacobi_eval: int = 10
     """Number of Jacobi rounds of a forward pass without a cache."""
     tau: float = 1e-4
-    """Threshold τ: an iteration is made only if its w is above τ."""
+    """Threshold τ: an iteration is made only if its weight w is above τ."""
     router_bias: float = 0.0
-    """Initial bias of iteration 0 in the router. With 20 no token makes a second iteration."""
+    """Initial bias of iteration 0 in the router; at 20 no token makes a second iteration."""
     router_damping: float = 1.0
-    """Share of a round's new router output that the next round uses. Below 1 the solver never becomes exact."""
+    """Share of a Jacobi round's new router output that the next round uses; below 1 the solver never becomes exact."""
     penalty: str = "prefix_quality"
     """Penalty: `prefix_quality`, `expected_trips` (Σ_k w_k, the expected number of latent thoughts) or `none`."""
     penalty_max: float = 0.1

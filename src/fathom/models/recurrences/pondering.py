@@ -57,7 +57,7 @@ class MixtureOptions(RecurrenceOptions):
     """Options of recurrences that feed back a mixture of the vocabulary."""
 
     top_k: int = 100
-    """Words in the mixture, renormalised; 0 for the whole vocabulary."""
+    """Number of tokens in the mixture, renormalised; 0 for the whole vocabulary."""
     temperature: float = 1.0
     """Temperature of the mixture's softmax."""
     mixture_gain: float = 1.0

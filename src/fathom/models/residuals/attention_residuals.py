@@ -54,13 +54,13 @@ class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     block_size: int = 12
     """Sub-layers per block (two per layer); `delta` has no blocks."""
     variant: str = "block_sum"
-    """`block_sum` (reset after each block), `snapshot` (cumulative, with a recency bias), or what is added to the
-    running stream: `delta` (each sub-layer is a source) or `delta_block` (each completed block). `inkling2` is
+    """The sources: the sum of each block (`block_sum`), or the running sum after each block (`snapshot`); or, added to
+    the running stream, each sub-layer's output (`delta`) or each completed block (`delta_block`). `inkling2` is
     Inkling-2's form of `block_sum`."""
     queries: int = 3
-    """In `inkling2`: 3 reads for a layer of full attention, for its queries, keys and values, or 1 for all of them."""
+    """In `inkling2`: the number of sums that a full-attention layer reads, 3 (for queries, keys and values) or 1."""
     recency_bias: float = 3.0
-    """Initial bias on the running stream, `snapshot` only."""
+    """Initial bias on the running stream in `snapshot`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a `block_size` below 1 and unknown values of `variant` or `queries`."""

@@ -54,7 +54,7 @@ class HyperConnectionsOptions(VisitOptions, BlendOptions):
     sinkhorn_iterations: int = 20
     """Row and column normalisations of the stream-mixing matrix; 0 leaves all mixing unconstrained (mHC's ablation)."""
     alpha: float = 0.01
-    """Initial weight of the token-dependent part; only of form `paper`."""
+    """Initial weight of the maps' token-dependent part, in form `paper` only."""
     form: str = PAPER
     """The `paper`'s form, or that of a released model, by its model_type: `deepseek_v4`, `deepseek_v41`, `glm5_next`,
     `hy_v4` or `qwen4_exp`."""
