@@ -69,14 +69,14 @@ __all__ = ["__version__", "register", *_HOMES]
 
 
 def register() -> None:
-    """Register Fathom's models with transformers' Auto classes, and the supported families with Fathom's models."""
+    """Register Fathom's models with transformers' Auto classes, and the model families that Fathom opens as its own."""
     importlib.import_module("fathom.checkpoints.families")
 
 
 if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept any misspelt name
 
     def __getattr__(name: str) -> object:
-        """A public name, from its module (PEP 562)."""
+        """Import a public name from the module that defines it, when the name is first used (PEP 562)."""
         if name not in _HOMES:
             raise AttributeError(f"module 'fathom' has no attribute {name!r}")
         if _HOMES[name] == "fathom.models":
@@ -86,5 +86,5 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would otherwise accept
 
 
 def __dir__() -> list[str]:
-    """The public names, and whatever is already loaded."""
+    """The public names and the package's current globals, for `dir(fathom)`."""
     return sorted({*globals(), *__all__})

@@ -26,7 +26,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Answer each line; the speed goes to standard error."""
+    """Answer each line of standard input; the decoding speed is printed to standard error."""
     from fathom.inference.conversation import chat
 
     if not_text(options.system):
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines from the terminal, with a prompt, or from a pipe, without."""
+    """Yield the lines of standard input: from a terminal with a prompt for each line, from a pipe without a prompt."""
     if sys.stdin is None:
         raise SettingsError("a conversation reads standard input, which is closed")
     typed = sys.stdin.isatty()

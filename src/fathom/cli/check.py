@@ -38,7 +38,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Print the comparisons; 1 if one does not agree."""
+    """Print the comparisons of the two models' logits; return exit code 1 if any of them disagrees, else 0."""
     from fathom.checkpoints.proof import check
 
     found = check(options.model, options.ignore_keys)
@@ -50,7 +50,7 @@ def run(options: Namespace) -> int:
 
 
 def _table(found: Check) -> PlainTable:
-    """A row for each way of running the models, a column for each number format."""
+    """The table of comparisons: a row for each way of running the models, a column for each dtype."""
     rows: dict[str, dict[str, str]] = {}
     for one in found.comparisons:
         rows.setdefault(one.way, {})[one.dtype] = _cell(one)
@@ -66,7 +66,7 @@ def _cell(one: Comparison) -> str:
 
 
 def _filled(found: Check) -> list[str]:
-    """The remarks and the verdict, as paragraphs."""
+    """The remarks on the comparison and its verdict, as paragraphs that fit the terminal."""
     width = min(line_width(), WIDTH)
     return [
         textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)

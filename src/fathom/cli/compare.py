@@ -87,7 +87,8 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print. The directory of a comparison, instead of a recipe, resumes it."""
+    """Plan the comparison, train the runs that are missing, and print the result. The directory of a comparison,
+    instead of a recipe, resumes it."""
     from fathom.experiments.budget import comparison_budget, comparison_rows
     from fathom.experiments.compare import carry_out, rewrite_report, slurm_script
     from fathom.experiments.compare_page import tables

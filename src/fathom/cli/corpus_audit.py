@@ -49,7 +49,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Audit, and return 1 if a question was found."""
+    """Search the inputs for benchmark questions; return exit code 1 if any question was found in them, else 0."""
     from fathom.corpus.audit import audit
 
     if not options.benchmark:

@@ -1,4 +1,5 @@
-"""`fathom deepen MODEL --with MECHANISM --out DIR`; `--search`, `--screen` and `--exit` choose layers, gates, exits."""
+"""`fathom deepen MODEL --with MECHANISM --out DIR`; `--search` ranks layers to loop, `--screen` scores gates, and
+`--exit` sets an exit threshold."""
 
 from __future__ import annotations
 
@@ -131,7 +132,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the model, or rank the layers to loop."""
+    """Write the deepened model, or do what `--search`, `--screen` or `--exit` asks for instead."""
     from fathom.deepen.heal import Healing, Road
     from fathom.deepen.request import parse_request
     from fathom.deepen.write import deepen
@@ -152,7 +153,7 @@ def run(options: Namespace) -> int:
 
 
 def _words(made: Deepened, road: Road) -> str:
-    """The summary of what was written, and the commands that train it."""
+    """The summary of the written model, and the commands that train this model."""
     base, deeper = made.base, made.deeper
     rows = {
         "model": f"{made.directory}, {made.mechanism}",
@@ -179,7 +180,7 @@ def _start(made: Deepened) -> str:
 
 
 def _exit(options: Namespace) -> int:
-    """Choose the confidence at which tokens stop, and write the model with it."""
+    """Choose the confidence at which tokens stop looping, and write the model with this confidence."""
     from fathom.deepen.exits import Bound, set_exit
 
     if not options.text:
@@ -197,7 +198,7 @@ def _exit(options: Namespace) -> int:
 
 
 def _exit_words(made: Chosen) -> str:
-    """The rule that was chosen, and what it costs and saves."""
+    """The chosen exit confidence as text, with the loss that it costs and the loop iterations that it saves."""
     bound = made.bound
     held = "" if bound.test == "betting" else ", asymptotically"
     claim = f"loss at most {bound.loss:g} above all trips, with {1 - bound.level:.0%} confidence over documents{held}"
@@ -224,7 +225,7 @@ def _require_text(text: Sequence[str]) -> None:
 
 
 def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
-    """A model that Fathom opens as its own, and its tokenizer."""
+    """Open a model as a `FathomForCausalLM`, with its tokenizer; refuse other families."""
     from fathom.checkpoints.open import open_checkpoint
     from fathom.models.modeling import FathomForCausalLM
 
@@ -235,7 +236,7 @@ def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
 
 
 def _screen(options: Namespace) -> int:
-    """Score every mechanism at every place, and write the page."""
+    """Score every mechanism at every possible gate of the model, and write the report page."""
     from fathom.checkpoints.places import require_folder
     from fathom.deepen.screen import Screen, screen
     from fathom.deepen.screen_page import show, values, write
@@ -291,7 +292,7 @@ def _search(options: Namespace, request: Request) -> int:
 
 
 def _number(kind: type[N], name: str, given: Mapping[str, object]) -> N:
-    """An option of the loop as a number."""
+    """Convert the value of a numeric option to `kind`; an invalid value raises a `SettingsError`."""
     try:
         return typing.cast("N", convert(kind, given[name]))
     except ValueError:
@@ -299,7 +300,7 @@ def _number(kind: type[N], name: str, given: Mapping[str, object]) -> N:
 
 
 def _pair(text: str, sign: str, flag: str) -> tuple[int, int]:
-    """Two whole numbers, `A-B` or `N,M`."""
+    """Parse two whole numbers that are written as `A-B` or `N,M`."""
     words = text.split(sign)
     if len(words) != 2 or not all(word.strip().isdigit() for word in words):
         raise SettingsError(f"{flag} {text}: allowed: two whole numbers, as in 2{sign}6")

@@ -34,7 +34,7 @@ def add(parser: Parser) -> None:
 
 
 def add_models(parser: Parser) -> None:
-    """Add any number of models, the first of which the others are compared with."""
+    """Add the positional argument for one or more models; all are compared with the first."""
     help = "model directories, runs or comparisons; all others are compared with the first; NAME=MODEL names one"
     parser.add_argument("checkpoints", nargs="+", metavar="MODEL", help=help)
 
@@ -65,7 +65,7 @@ def add_asking(parser: Group) -> None:
 
 
 def add_texts(parser: Parser, windows: bool = True) -> None:
-    """Add held-out text, and if `windows` how a long text is cut."""
+    """Add the options for held-out text; if `windows` is set, also those that cut a long text into windows."""
     text = parser.add_argument_group("held-out text")
     text.add_argument(
         "--perplexity",
@@ -91,7 +91,7 @@ def add_texts(parser: Parser, windows: bool = True) -> None:
 
 
 def add_limit(parser: Parser) -> None:
-    """Add `--limit` for tasks and texts."""
+    """Add `--limit`, the maximum number of documents of each task and text."""
     parser.add_argument(
         "--limit",
         type=int,
@@ -100,7 +100,7 @@ def add_limit(parser: Parser) -> None:
 
 
 def add_running(parser: Parser, batches: bool = True) -> None:
-    """Add how models are opened, and where results go."""
+    """Add the options that say how models are opened and where results are stored."""
     opening = parser.add_argument_group("how the models are opened")
     add_opening(opening)
     add_kernels(opening)

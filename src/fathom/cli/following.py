@@ -1,4 +1,4 @@
-"""The commands that lead on from a finished one, as it prints them: deepen, prepare, train, evaluate, chat."""
+"""The next commands that a finished command suggests: deepen, prepare, train, evaluate, chat."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = "TEXT"
 
 
 def following(*commands: str) -> str:
-    """The lines that name the next commands; empty without any."""
+    """The printed lines that suggest the next commands; empty if there is no next command."""
     if not commands:
         return ""
     more = f", with a file or folder of your own for {TEXT}" if any(TEXT in one.split() for one in commands) else ""
@@ -26,7 +26,8 @@ def following(*commands: str) -> str:
 
 
 def after_prepare(made: Summary, tokenizer: str | None) -> list[str]:
-    """Train on the corpus: the deepened model whose tokenizer made it, else a small model from scratch."""
+    """The command that trains on a prepared corpus: the deepened model whose tokenizer made the corpus, else a small
+    model from scratch."""
     data = [f"data.directory={made.directory}"]
     if "val" not in made.splits:
         data.append("evaluate.every=0")
@@ -37,7 +38,7 @@ def after_prepare(made: Summary, tokenizer: str | None) -> list[str]:
 
 
 def after_train(result: TrainResult, recipe: Recipe) -> list[str]:
-    """Score the run, next to the model that it began from, and use it."""
+    """The next commands after training: score the run next to its base model, and chat or generate with it."""
     if result.model is None or recipe.data.directory.startswith(PUZZLE):
         return []
     base = recipe.distill.teacher or recipe.model.get("from_pretrained")
@@ -48,7 +49,7 @@ def after_train(result: TrainResult, recipe: Recipe) -> list[str]:
 
 
 def using(name: str | Path, directory: Path) -> str:
-    """Talk to a model that has a chat template; let another continue a text."""
+    """The command that tries a model: `fathom chat` if it has a chat template, else `fathom generate`."""
     config = directory / TOKENIZER_CONFIG
     inside = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8")
     if inside or (directory / CHAT_TEMPLATE).is_file():

@@ -88,7 +88,7 @@ def add_sampling(parser: Parser) -> None:
 
 
 def ready(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, Sampling]:
-    """The model and how to sample from it; impossible options are refused before it is loaded."""
+    """The model, its tokenizer and the sampling settings; impossible options are refused before the model is loaded."""
     from fathom.checkpoints.open import Opening
     from fathom.inference.generate import check_drafts
     from fathom.inference.settings import Sampling, read_options
@@ -143,7 +143,7 @@ def run(options: Namespace) -> int:
 
 
 def _report(summary: FileSummary, options: Namespace) -> int:
-    """Print the summary of a file of prompts; returns the exit code."""
+    """Print how many prompts of a file were answered and how fast; returns the exit code."""
     from fathom.inference.generate import report_speed
 
     report_speed(summary.tokens, summary.seconds)
@@ -182,7 +182,8 @@ def to_terminal(text: str) -> None:
 
 
 def prompt_of(word: str | None) -> str:
-    """The prompt: the argument; for `-`, or if standard input is a pipe or file, all of standard input."""
+    """The prompt: the argument, or all of standard input if the argument is `-`, or is missing and input is a pipe or
+    file."""
     if word is not None and word != "-":
         return word
     if word is None and not _fed():

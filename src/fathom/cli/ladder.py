@@ -63,7 +63,8 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print. The directory of a ladder, instead of a file, resumes it."""
+    """Plan the ladder, train the runs that are missing, and print the result. The directory of a ladder, instead of a
+    file, resumes it."""
     from fathom.experiments.budget import budget, budget_rows
     from fathom.experiments.ladder import add_seeds, climb, rewrite, slurm_script
     from fathom.experiments.ladder_page import tables

@@ -43,7 +43,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Analyse, write the page, and print its path."""
+    """Analyse the text with the model, write the page, and print the page's path."""
     from fathom.checkpoints.find import name_of
     from fathom.checkpoints.open import open_checkpoint
     from fathom.lens.look import LensData, look, same_tokenizer

@@ -42,7 +42,7 @@ EXAMPLES = ("fathom lineage compare model-a model-b --out report",)
 
 
 def add(parser: Parser) -> None:
-    """A parser for each action, made from its signature."""
+    """Add a parser for each action, whose options are made from the action's signature."""
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
     for name, positional in ACTIONS.items():
         summary = (globals()[name].__doc__ or "").partition("\n")[0]
@@ -53,7 +53,7 @@ def add(parser: Parser) -> None:
 
 
 def _example(action: Parser) -> str:
-    """The shortest call of an action: its arguments and required options by name."""
+    """An example command line of an action, with only its required arguments and options."""
     words = [action.prog]
     for one in action._actions:
         shown = str(one.metavar or one.dest.upper())
@@ -72,14 +72,14 @@ def run(options: Namespace) -> int:
 
 @dataclass
 class Result:
-    """The result of a command: an exit code, the text to print, and the same as data."""
+    """The result of a command: its exit code, the text to print, and the same content as data for JSON."""
 
     exit_code: int
     text: str
     data: Mapping[str, object] = field(default_factory=dict)
 
     def show(self, as_json: bool) -> int:
-        """Print it and return the exit code."""
+        """Print the result, as JSON if `as_json` is set, and return the exit code."""
         print(json.dumps(self.data, indent=1, default=_plain, allow_nan=False) if as_json else self.text)
         return self.exit_code
 
@@ -105,7 +105,7 @@ def _status() -> Iterator[Callable[[str], None]]:
 
 @dataclass(frozen=True)
 class Choices:
-    """How much of two models `compare` reads."""
+    """The options of `compare`: how much of the two models it reads, and which samples it draws."""
 
     mode: str = "fast"
     """how much is compared: fast (768 channels, and only some layers of large models) or exact (everything)"""

@@ -103,7 +103,7 @@ def _plain_warnings(parser: Parser) -> Iterator[None]:
 
 
 def _named(file: object, words: Sequence[str]) -> bool:
-    """Whether a file is named on the command line, or is a parent folder of one that is."""
+    """Whether a path is named on the command line, or is a parent folder of a named path."""
     if not isinstance(file, str):
         return False
     named = [Path(place).absolute() for word in words for place in (word, word.partition("=")[2]) if place]
@@ -155,7 +155,8 @@ def _command(name: str) -> ModuleType:
 
 
 def _command_with(flag: str, name: str) -> str | None:
-    """The subcommand of a command that has a flag, as in `fathom evaluate caches`."""
+    """The subcommand of `name` that accepts `flag`, such as `fathom evaluate caches`; None if no subcommand accepts
+    it."""
     for other in (other for other in COMMANDS if other.startswith(f"{name} ")):
         parser = Parser(prog=other)
         _command(other).add(parser)

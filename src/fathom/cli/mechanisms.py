@@ -60,7 +60,8 @@ def run(options: Namespace) -> int:
 
 
 def _of_ours() -> list[dict[str, Any]]:
-    """Name, axis and summary of every mechanism, read from the sources: importing them would load torch."""
+    """Name, axis and summary of every mechanism, read from the source files, because importing the modules would load
+    torch."""
     try:
         return list(_in_sources())
     except (ValueError, KeyError):  # an argument is not a literal
@@ -80,7 +81,7 @@ def _in_sources() -> Iterator[dict[str, Any]]:
 
 
 def _of_other_packages() -> list[dict[str, Any]]:
-    """The rows of all mechanisms if installed packages register their own, which are imported."""
+    """Name, axis and summary of all mechanisms, including those of installed packages, which are imported."""
     from fathom.models.registry import known
 
     return [

@@ -1,4 +1,4 @@
-"""`fathom new mixer NAME`: an example of CONTRIBUTING under another name, with the lines that make it known."""
+"""`fathom new mixer NAME`: copy an example from CONTRIBUTING under a new name, and add the lines that register it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 @dataclass(frozen=True)
 class Scaffold:
-    """The files and lines of one kind of addition. `{name}`, `{Name}` and `{NAME}` stand for the new name."""
+    """The files and lines that `fathom new` writes for one kind of addition, such as a mixer. `{name}`, `{Name}` and
+    `{NAME}` stand for the new name."""
 
     example: str
     """The name of CONTRIBUTING's example."""
@@ -89,7 +90,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Write the files and lines, and print what to run."""
+    """Write the files and lines of the addition, and print the commands to run next."""
     if not NAME.fullmatch(options.name):
         raise SettingsError(f"{options.name}: a name has lower-case words joined by underscores")
     root = checkout(Path.cwd())
@@ -104,7 +105,7 @@ def run(options: Namespace) -> int:
 
 
 def checkout(place: Path) -> Path:
-    """The folder of the checkout that a place lies in."""
+    """The root folder of the Fathom checkout that contains a path."""
     for folder in (place, *place.parents):
         if (folder / PAGE).is_file() and (folder / "src/fathom/cli").is_dir():
             return folder
@@ -112,7 +113,7 @@ def checkout(place: Path) -> Path:
 
 
 def forms_of(name: str) -> dict[str, str]:
-    """A name as variables, classes and constants have it."""
+    """A name in the spelling of variables (`my_name`), of classes (`MyName`) and of constants (`MY_NAME`)."""
     return {"{name}": name, "{Name}": "".join(word.capitalize() for word in name.split("_")), "{NAME}": name.upper()}
 
 
@@ -123,7 +124,7 @@ def _named(text: str, forms: dict[str, str]) -> str:
 
 
 def _texts(root: Path, scaffold: Scaffold, forms: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Path and text of every file that is new or gets lines; refuses what is there already."""
+    """Path and text of every file to create or to extend; additions that exist already are refused."""
     page = (root / PAGE).read_text(encoding="utf-8")
     old = forms_of(scaffold.example)
     for path, beginning in scaffold.files.items():

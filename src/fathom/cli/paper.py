@@ -1,4 +1,4 @@
-"""`fathom compare papers/NAME/TABLE`: a paper's table beside the published numbers."""
+"""`fathom compare papers/NAME/TABLE`: reproduce a paper's table next to its published numbers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ NOT_HERE = ("--arms", "--contrasts", "--equal", "--pairs", "--report", "--retry-
 
 
 def refuse_tables_options(options: Namespace) -> None:
-    """Refuse the options of a paper's table for anything else."""
+    """Refuse options that only a paper's table has if the command runs something else."""
     refuse(options.given, ONLY_HERE, "belongs to a paper's table, as in papers/ponderlm/feedback")
 
 
 def run(options: Namespace, source: Path) -> int:
-    """Make the table of a file, or print what it takes; 1 if two arms are one model or the plan is not the paper's."""
+    """Train and print a paper's table, or with `--dry-run` print its plan; exit code 1 if two variants turn out to be
+    the same model, or if the plan differs from the paper's."""
     from fathom.experiments.compare import slurm_script
     from fathom.experiments.paper import load_table, planned, with_seeds
     from fathom.experiments.paper_table import make_table, plan_rows, table_rows, verdict

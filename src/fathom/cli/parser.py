@@ -33,13 +33,15 @@ Key = tuple[str, str, str, str]
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Help that fits on a screen: the usage shows only positional arguments, and tables keep their line breaks."""
+    """Help that fits on a screen: the usage shows only positional arguments and required options, and tables keep their
+    line breaks."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         super().__init__(prog, max_help_position=26, **settings)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Lines that are too long continue below their beginning, in a list below its second column."""
+        """Wrap long lines of the help; continuation lines are indented like the line's start, in a list like its second
+        column."""
         lines = []
         for line in text.splitlines():
             hanging = re.match(r" *(\S+ {2,})?", line)
@@ -50,7 +52,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
     def add_usage(
         self, usage: str | None, actions: Iterable[argparse.Action], groups: Any, prefix: str | None = None
     ) -> None:
-        """The usage, without the options that follow it."""
+        """Add the usage line, with only the positional arguments and the required options."""
         options = [one for one in actions if one.option_strings and one.required]
         shown = [one for one in actions if not one.option_strings or one in options]
         if usage is None and len(shown) < len(list(actions)):
@@ -75,7 +77,7 @@ class Keys(argparse.Action):
 
 
 class Mode(NamedTuple):
-    """A mode that an option selects, and the options that have no meaning in it."""
+    """A mode that an option selects, and the options that have no meaning in this mode."""
 
     flag: str
     why: str
@@ -103,7 +105,8 @@ class Parser(argparse.ArgumentParser):
         self.needed |= {other: (*self.needed.get(other, ()), flag) for other in others}
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """Parse words, with flags and positional arguments in any order. `given` holds the flags as they were typed."""
+        """Parse the words of a command line, in which flags and positional arguments may come in any order. `given`
+        holds the flags as they were typed."""
         words = self._joined(words)
         if not self._subparsers:
             self.refuse_unknown(words)
@@ -113,7 +116,8 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def _joined(self, words: Sequence[str]) -> list[str]:
-        """Words for argparse, which would take the value in `--separator ---` for another flag: `--separator=---`."""
+        """Join a flag and its text value, such as `--separator=---`, because argparse would read a separate `---` as a
+        flag."""
         known, joined = self._option_string_actions, list[str]()
         for word in words:
             flag = known.get(joined[-1]) if joined and "--" not in joined else None
@@ -146,7 +150,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}{hint}")
 
     def _arguments(self) -> set[str]:
-        """The names of the arguments that have no flag."""
+        """The names of the positional arguments, in lower case."""
         return {str(one.metavar or one.dest).lower() for one in self._actions if not one.option_strings}
 
     def _nearest(self, flag: str) -> str | None:
@@ -159,7 +163,7 @@ class Parser(argparse.ArgumentParser):
         return names[close[0]] if close else None
 
     def in_flags(self, message: str) -> str:
-        """A message of the library with its parameters as this command's flags.
+        """An error message of the library in which parameter names are replaced by this command's flags.
 
         The library writes a parameter as `name=value` at the beginning of a message, and anywhere else in backticks.
         A flag's `dest` is the parameter's name; names that are no flag of this command stay.
@@ -201,13 +205,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(given: Collection[str], flags: Iterable[str], why: str) -> None:
-    """Raise a `SettingsError` about the first of some flags that was given."""
+    """Raise a `SettingsError` for the first of `flags` that the user gave."""
     if found := next((flag for flag in flags if flag in given), None):
         raise SettingsError(f"{found} {why}")
 
 
 def examples(lines: Sequence[str]) -> str:
-    """Commands as the end of a command's help shows them."""
+    """Format example commands for the end of a command's help."""
     return "\n".join(["examples:", *(f"  {line}" for line in lines)]) if lines else ""
 
 
@@ -215,7 +219,8 @@ CACHES = "drop, sinks, snapkv, tova, keydiff, key_norm, expected_attention, freq
 
 
 def add_kvcache(parser: Group, several: str | None = None, required: bool = False) -> None:
-    """Add the cache arguments: method, or what `several` are for, and schedule."""
+    """Add the arguments for the cache's method and schedule; `several`, if given, says what a list of methods is
+    for."""
     words = "METHODS" if several else "METHOD"
     what = f"comma-separated KV cache methods {several}" if several else f"KV cache: full (default), {CACHES}"
     parser.add_argument("--kvcache", metavar=words, required=required, help=what)
@@ -319,7 +324,8 @@ def add_kernels(parser: Group) -> None:
 
 
 def chosen(kind: type[T], options: Namespace) -> T:
-    """A dataclass whose fields are options of a command, or have their defaults where it has no such option."""
+    """Fill a dataclass from a command's options of the same names; fields without such an option keep their
+    defaults."""
     names = [field.name for field in dataclasses.fields(typing.cast("Any", kind))]
     return kind(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
@@ -339,8 +345,8 @@ def add_recipe(
 
 
 def add_running(parser: Parser, name: str) -> None:
-    """Add the arguments of a comparison or a ladder: where and how it runs; `name` is the end of its directory's
-    name."""
+    """Add the arguments that say where and how a comparison or a ladder runs; `name` describes its default
+    directory."""
     parser.add_argument("--out", type=Path, help=f"output directory (default: runs/NAME-{name})")
     parser.add_argument(
         "--workers", type=int, default=1, help="number of worker processes; workers of other machines may join"
@@ -398,7 +404,7 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
 
 
 def _briefly(text: str, default: object) -> str:
-    """A docstring's sentence in the style of the other options: lower case, no full stop, and the default."""
+    """Turn a docstring's sentence into a help text: lower case, no full stop, and the default at the end."""
     text = text.replace("`", "").removesuffix(".")
     if text[1:2].islower() or text[1:2] == " ":
         text = text[0].lower() + text[1:]
@@ -430,7 +436,7 @@ class _Given(NamedTuple):
 
 
 def _given(function: Callable[..., object]) -> Iterator[_Given]:
-    """The options of a function: its parameters, with the fields of a dataclass in place of the dataclass."""
+    """The options of a function: its parameters, where a dataclass parameter is replaced by the dataclass's fields."""
     hints, texts, groups = typing.get_type_hints(function), _documented(function)[1], _groups(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in groups:
@@ -442,7 +448,7 @@ def _given(function: Callable[..., object]) -> Iterator[_Given]:
 
 
 def _groups(function: Callable[..., object]) -> dict[str, type]:
-    """The parameters that are dataclasses, by name."""
+    """The parameters of a function whose type is a dataclass: name of the parameter and dataclass."""
     found = {}
     for name, hint in typing.get_type_hints(function).items():
         for kind in (hint, *typing.get_args(hint)):

@@ -1,4 +1,4 @@
-"""`fathom report RUN`: a page for a run; of a folder, a page for each run and one that lists them."""
+"""`fathom report RUN`: a page for a run; for a folder of runs, a page for each run and a page that lists them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Read, write, and print the page's path."""
+    """Read the run or the folder of runs, write its report page, and print the page's path."""
     from fathom.checkpoints.find import finished_model
     from fathom.experiments.run_page import (
         INDEX,
@@ -107,12 +107,12 @@ def run(options: Namespace) -> int:
 
 
 def _single(options: Namespace) -> dict[str, object]:
-    """The options that a folder does not have."""
+    """The options that are allowed only for a single run, not for a folder of runs."""
     return {"--against": options.against, "--prompt": options.prompt, "--out": options.out, "--json": options.json}
 
 
 def _samples(directory: Path, prompts: list[str], lens: Path) -> list[Sample]:
-    """Greedy continuations, and the lens's page of all prompts."""
+    """Generate a greedy continuation of each prompt, and write the `fathom lens` page of all prompts."""
     from fathom.checkpoints.open import open_checkpoint
     from fathom.experiments.run_page import Sample
     from fathom.inference.generate import generate

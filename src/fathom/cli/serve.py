@@ -98,7 +98,7 @@ def add(parser: Parser) -> None:
 
 
 def size(text: str) -> int:
-    """Bytes from a number with an optional `KiB`, `MiB` or `GiB`."""
+    """Parse a number of bytes with an optional unit `KiB`, `MiB` or `GiB`."""
     number = text.strip().lower()
     unit = next((name for name in UNITS if number.endswith(name)), "")
     try:

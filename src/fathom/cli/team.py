@@ -14,7 +14,7 @@ PREFIX = "executor."
 
 
 def recipe_words(overrides: Sequence[str]) -> list[str]:
-    """The overrides that are about the recipe."""
+    """The `key=value` overrides of the recipe, without those of the executor."""
     return [word for word in overrides if not word.startswith(PREFIX)]
 
 
@@ -26,7 +26,8 @@ def team_of(options: Namespace) -> Team:
 
 
 def refuse_unless_slurm(options: Namespace) -> None:
-    """Refuse what a dry run ignores: workers matter to the script that it prints for Slurm alone."""
+    """Refuse `--workers`, `--threads` and `--executor` with `--dry-run`, which uses them only to print a script for
+    Slurm."""
     if options.executor != "slurm":
         why = "has no meaning with --dry-run, which runs nothing; --executor slurm prints its script"
         refuse(options.given, ("--workers", "--threads", "--executor"), why)

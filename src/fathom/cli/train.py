@@ -145,7 +145,7 @@ def _command(options: Namespace) -> str:
 
 
 def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | None) -> None:
-    """The resolved recipe and its cost."""
+    """Print the resolved recipe and its estimated cost."""
     if as_json:
         print(json.dumps({"recipe": recipe.to_dict(), **asdict(cost)}))
         return

@@ -1,4 +1,5 @@
-"""`fathom try MODEL`: one mechanism on a model that you have, with its control, in one command."""
+"""`fathom try MODEL`: add one mechanism to a model that you have, train it and its control, and compare, in one
+command."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def run(options: Namespace) -> int:
 
 
 def _compare(trial: Trial, out: Path) -> str:
-    """The comparison that can judge the mechanism, with its tried options: small models, trained from scratch on the
-    trial's text. Layers are numbers of the tried model, so all are looped."""
+    """The `fathom compare` command that can judge the mechanism, with the options tried here: it trains small models
+    from scratch on the trial's text. Layers are numbers of the tried model, so all are looped."""
     from fathom.data.shards import read_index
     from fathom.deepen.request import parse_request
     from fathom.settings import show

@@ -27,7 +27,7 @@ class Wrapped:
             self._write(done)
 
     def _taken(self, letter: str) -> str:
-        """The words that may be written once this letter has come."""
+        """The text that can be written once this character has arrived."""
         if letter == "\n":
             done = self._flushed() + "\n"
             self._column, self._blank = 0, ""
@@ -55,5 +55,5 @@ class Wrapped:
 
 
 def cells(text: str) -> int:
-    """The columns that a text takes: two for a wide character, none for an accent on the one before."""
+    """The terminal columns that a text takes: two for a wide character, none for a combining accent."""
     return sum(0 if unicodedata.combining(c) else 1 + (unicodedata.east_asian_width(c) in "WF") for c in text)

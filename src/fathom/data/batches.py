@@ -42,7 +42,7 @@ class Batch:
     """In evaluation, the bytes of text behind those tokens, i.e. the denominator of bits per byte."""
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """The batch with each tensor changed; the counts stay."""
+        """The batch with `change` applied to each of its tensors; the counts are unchanged."""
         positions = None if self.position_ids is None else change(self.position_ids)
         return Batch(change(self.input_ids), change(self.labels), positions, self.num_targets, self.num_bytes)
 
@@ -116,7 +116,7 @@ class BatchPlan:
 
     @property
     def num_windows(self) -> int:
-        """Rows in one epoch; for a mixture, the sum over its collections."""
+        """The number of sequences in one epoch; for a mixture, the sum over its collections."""
         return sum(map(self._windows_of, self._parts))
 
     def _windows_of(self, part: TokenDataset) -> int:
@@ -129,7 +129,7 @@ class BatchPlan:
         return _shuffled(self._rows(step), self.num_windows, self.seed)
 
     def _placed(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """For every row of the global batch: its collection, and the window of that collection."""
+        """The collection of every sequence in a step's global batch, and the index of its window in this collection."""
         if self.mixture is None:
             windows = self.windows(step)
             return np.zeros_like(windows), windows
@@ -141,7 +141,7 @@ class BatchPlan:
         return collections, numbers
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """Epochs of each collection of a mixture after `steps` steps, by name."""
+        """How many epochs of each collection of a mixture were read after `steps` steps, by the collection's name."""
         if self.mixture is None:
             return {}
         counts = self.mixture.counts(steps * self.rows_per_step)
@@ -204,7 +204,7 @@ class BatchPlan:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _layout(self, rank: int, world_size: int, micro_batch: int | None) -> tuple[int, int]:
-        """Rows per rank and rows per micro-batch."""
+        """The number of sequences per rank, and per micro-batch."""
         if not 0 <= rank < world_size:
             raise DataError(f"rank {rank} is outside a world of {world_size}")
         if self.rows_per_step % world_size:
@@ -236,7 +236,8 @@ def _batch(tokens: Ids, labels: Ids, positions: Ids | None, num_targets: int, nu
 
 
 def _shuffled(rows: NDArray[np.int64], size: int, *key: int) -> NDArray[np.int64]:
-    """Rows of an endless list as windows: each epoch contains each of the `size` windows once, in its own order."""
+    """Map the numbers of training sequences to shuffled windows: each epoch contains each of the `size` windows once,
+    in an order of its own."""
     epochs, places = np.divmod(rows, size)
     windows = np.empty_like(rows)
     for epoch in np.unique(epochs).tolist():
@@ -254,7 +255,8 @@ def evaluation_batches(
     world_size: int = 1,
     packing: Packing = "windows",
 ) -> Iterator[Batch]:
-    """Yield windows of a dataset in order; each begins with the last token of the window before it in the text.
+    """Yield batches of a dataset's windows in order; each window begins with the last token of the text's preceding
+    window.
 
     All windows together predict every token but the first exactly once. `max_tokens` takes a sample that is spread over
     the whole dataset (`evaluation_windows`). All ranks yield the same number of batches of equal shape: rows beyond the
@@ -281,7 +283,7 @@ def evaluation_batches(
 
 
 def _evaluated(rows: Rows, windows: Ids, batch_size: int, rank: int, eos: int) -> Batch:
-    """A rank's part of a batch; EOS without labels fills it up."""
+    """A rank's part of an evaluation batch; missing sequences are filled with EOS tokens that have no labels."""
     mine = windows[rank * batch_size : (rank + 1) * batch_size]
     tokens, labels, positions = rows.read(np.resize(mine if len(mine) else windows, batch_size))
     tokens[len(mine) :], labels[len(mine) :] = eos, IGNORED

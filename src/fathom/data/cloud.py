@@ -42,12 +42,12 @@ class RemoteFile:
 
     @property
     def path(self) -> PurePosixPath:
-        """Its name and folders, without the store."""
+        """The file's name and folders, taken from its URL without the scheme."""
         place = self.url.partition("?")[0] if self.url.startswith(WEB) else self.url
         return PurePosixPath(place.partition("://")[2].lstrip("/"))
 
     def identity(self) -> str:
-        """A digest that changes with the contents."""
+        """A digest of the file's URL, size and stamp, which changes when the file's contents change."""
         return hashlib.sha256(f"{self.url}\n{self.size}\n{self.stamp}".encode()).hexdigest()
 
     def begins(self, count: int) -> bytes:
@@ -58,7 +58,7 @@ class RemoteFile:
 
 
 def is_url(name: str) -> bool:
-    """Whether a name is one that fsspec opens."""
+    """Whether a name is a URL, which fsspec opens."""
     return bool(URL.match(name))
 
 
@@ -102,7 +102,8 @@ def _file(store: Any, name: str, facts: dict[str, Any]) -> RemoteFile:
 
 @contextmanager
 def local(place: str, folder: Path, size: int = 0) -> Iterator[Path]:
-    """A file as a path on this machine: its own, or that of a copy below `folder`, which is removed.
+    """The path of a file on this machine: its own path, or for a URL that of a copy below `folder`, which is removed
+    afterwards.
 
     Args:
         place: A path or a URL.
@@ -127,7 +128,7 @@ def local(place: str, folder: Path, size: int = 0) -> Iterator[Path]:
 
 
 def upload(folder: Path, url: str, left_out: tuple[str, ...] = ()) -> int:
-    """Copy a folder's files to a URL, indexes last; returns how many.
+    """Copy a folder's files to a URL, index files last; returns the number of copied files.
 
     Args:
         folder: The folder; names that begin with a dot are not copied.
@@ -149,7 +150,8 @@ def upload(folder: Path, url: str, left_out: tuple[str, ...] = ()) -> int:
 
 
 def check_upload(url: str) -> None:
-    """Refuse, before any work, what is not a URL, and a store that fsspec does not know or whose package is missing."""
+    """Check an upload target before any work: it must be a URL whose store fsspec knows and whose package is
+    installed."""
     if not is_url(url):
         raise DataError(f"`upload={url}`: not a URL, such as s3://BUCKET/DIR")
     with _told(url):
@@ -157,7 +159,7 @@ def check_upload(url: str) -> None:
 
 
 def _store(url: str) -> tuple[Any, str]:
-    """The file system of a URL, as it is now, and the path in it."""
+    """The fsspec file system of a URL, without cached listings, and the path in this file system."""
     from fsspec.core import url_to_fs
 
     store, path = url_to_fs(url, use_listings_cache=False)

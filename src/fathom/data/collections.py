@@ -14,7 +14,7 @@ from fathom.errors import DataError
 
 
 class MixedDataset(TokenDataset):
-    """Collections one after the other; a training row never crosses from one into the next."""
+    """Several collections concatenated into one dataset; no training sequence spans two collections."""
 
     def __init__(self, collections: Mapping[str, TokenDataset]) -> None:
         first = next(iter(collections.values()))
@@ -40,7 +40,7 @@ class MixedDataset(TokenDataset):
 def open_mixture(
     directory: str | Path, names: Sequence[str], split: str = "train", verify: bool | Literal["cached"] = True
 ) -> MixedDataset:
-    """A split of several collections, in order; `val` skips collections without it.
+    """Open a split of several collections, in the given order; collections without a `val` split are skipped for `val`.
 
     Args:
         directory: The corpus whose domains may be named.
@@ -73,7 +73,7 @@ def collection_sizes(directory: str | Path, names: Sequence[str]) -> list[int]:
 
 
 def locate(directory: str | Path, name: str) -> tuple[Path, str | None]:
-    """The corpus of a collection, and its domain there; None for all domains."""
+    """The directory of the corpus that a collection names, and the domain in this corpus; None for all domains."""
     directory, place = Path(directory), Path(name)
     domains: list[str] = []
     if (directory / INDEX).is_file():

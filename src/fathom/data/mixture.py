@@ -1,4 +1,5 @@
-"""Which collection each training row comes from: by largest deficit, so that every prefix keeps the shares.
+"""Which collection each training sequence comes from: the one with the largest deficit, so that every prefix keeps the
+shares.
 
 Row n + 1 goes to the collection for which w (n + 1) - c is largest (the first on a tie), w being its share and c the
 rows that it has had. This is computed in integers, without rounding. After any n rows, with k collections, each has had
@@ -30,7 +31,8 @@ def whole_weights(shares: Sequence[float]) -> list[int]:
 
 
 def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[np.uint16]:
-    """The collection of each of the first rows: one byte per row for up to 256 collections, else two."""
+    """The collection of each of the first `rows` training sequences, in one byte each for up to 256 collections, else
+    in two."""
     if len(weights) > MOST:
         raise DataError(f"a mixture of {len(weights):,} collections: allowed: {MOST:,} at most")
     if not weights or min(weights) < 1:
@@ -48,7 +50,7 @@ def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[
 
 @dataclass(frozen=True)
 class Phase:
-    """Shares that apply from a row on."""
+    """The shares of all collections from a given training sequence on."""
 
     first: int
     """The first row."""
@@ -57,7 +59,7 @@ class Phase:
 
 
 class Mixture:
-    """The collection of each row of an endless list, and the index of the row within its collection.
+    """Decides which collection each training sequence comes from, and which sequence of that collection it is.
 
     Every phase counts from its own start, so any prefix of a phase keeps its shares. Collections continue where they
     stopped.
@@ -73,7 +75,7 @@ class Mixture:
             self._before.append(self._before[-1] + cycle.counts(rows))
 
     def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The collection of each row, and how many rows of that collection precede it."""
+        """The collection of each training sequence, and how many sequences of that collection precede it."""
         collections, numbers = np.empty_like(rows), np.empty_like(rows)
         phases = self._firsts.searchsorted(rows, side="right") - 1
         for phase in np.unique(phases).tolist():
@@ -83,7 +85,7 @@ class Mixture:
         return collections, numbers
 
     def counts(self, rows: int) -> list[int]:
-        """The number of rows of each collection among the first `rows`."""
+        """The number of sequences of each collection among the first `rows` training sequences."""
         if not rows:
             return [0] * len(self._before[0])
         phase = int(self._firsts.searchsorted(rows - 1, side="right")) - 1
@@ -92,7 +94,7 @@ class Mixture:
 
 
 class _Cycle:
-    """The sequence of one phase, which repeats."""
+    """The repeating order of collections in one phase of a mixture."""
 
     def __init__(self, shares: Sequence[float]) -> None:
         read = [number for number, share in enumerate(shares) if share > 0]
@@ -105,12 +107,12 @@ class _Cycle:
             self._ranks[self._order == number] = np.arange(self._weights[number])
 
     def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The collection of each row, and the index of the row within it."""
+        """The collection of each sequence of a phase, and the index of the sequence within its collection."""
         cycles, inside = np.divmod(rows, len(self._order))
         found = self._order[inside]
         return found, cycles * self._weights[found] + self._ranks[inside]
 
     def counts(self, rows: int) -> NDArray[np.int64]:
-        """The number of rows of each collection among the first `rows`."""
+        """The number of sequences of each collection among the first `rows` training sequences."""
         cycles, rest = divmod(rows, len(self._order))
         return cycles * self._weights + np.bincount(self._order[:rest], minlength=len(self._weights))

@@ -1,4 +1,4 @@
-"""A `tokenizer.json` with the names that corpora need, where transformers is not installed."""
+"""A `tokenizer.json` with the attributes that corpora need, for machines without transformers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PlainTokenizer:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, eos: str, pad: str, others: Sequence[str]) -> PlainTokenizer:
-        """A tokenizer that was trained here."""
+        """Wrap a tokenizer that Fathom has trained, with its special tokens."""
         further = {"additional_special_tokens": list(others)} if others else {}
         settings = {"eos_token": eos, "pad_token": pad, "clean_up_tokenization_spaces": False, **further}
         return cls(tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", **settings})
@@ -61,7 +61,8 @@ class PlainTokenizer:
 
 
 def _text(token: object) -> str | None:
-    """A special token of a configuration: its text, or an object that holds it."""
+    """The text of a special token, which a tokenizer's configuration gives as text or as an object that contains the
+    text."""
     if isinstance(token, Mapping):
         token = token.get("content")
     return token if isinstance(token, str) else None

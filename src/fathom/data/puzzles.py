@@ -47,7 +47,7 @@ MODULUS = 23
 
 @dataclass(frozen=True)
 class PuzzleRows:
-    """Rows `[rows, T]` and their labels; `positions` within each item if a row holds several."""
+    """Sequences `[rows, T]` and their labels; `positions` restart with each item if a sequence holds several items."""
 
     tokens: Ids
     labels: Ids
@@ -87,7 +87,8 @@ class Puzzle(ABC):
 
     @abstractmethod
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """Rows from random numbers `[rows, traits.draws]`, of one difficulty, or of all (None) as in training."""
+        """Make sequences from random numbers `[rows, traits.draws]`, of difficulty `level`, or of all difficulties if
+        it is None, as in training."""
 
     @property
     def end(self) -> int:
@@ -186,7 +187,8 @@ class Word(Puzzle):
 
 @dataclass(frozen=True)
 class Alternating(Word):
-    """Products in A5, the even permutations of five, a group that is not solvable."""
+    """A sequence of elements of A5, the group of even permutations of five, which is not solvable; the label at each
+    position is the product so far."""
 
     @property
     def table(self) -> Ids:
@@ -237,7 +239,8 @@ class Arithmetic(Puzzle):
         return PuzzleRows(tokens, labels, positions)
 
     def _expression(self, size: int, chance: Iterator[int]) -> tuple[list[int], int]:
-        """Tokens and value of an expression; each node divides the remaining operators uniformly at random."""
+        """A random expression's tokens and value; each node divides the remaining operators between its operands
+        uniformly at random."""
         if size == 0:
             value = _under(next(chance), MODULUS)
             return [value], value
@@ -295,7 +298,8 @@ KINDS: dict[str, type[Puzzle]] = {
 
 
 class PuzzleDataset(TokenDataset):
-    """One split of a puzzle, all difficulties or one: rows that are generated when they are read, and no stream."""
+    """One split of a puzzle, with all difficulties or one; it has no token stream, and its sequences are generated when
+    they are read."""
 
     def __init__(self, name: str, puzzle: Puzzle, seed: int, split: str, domains: Sequence[str], where: str) -> None:
         self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
@@ -315,7 +319,7 @@ class PuzzleDataset(TokenDataset):
         return PuzzleDataset(self.name, self.puzzle, self.seed, self.split, [domain], str(self.directory))
 
     def rows(self, numbers: Ids) -> PuzzleRows:
-        """Rows by their numbers, of one difficulty if one is selected."""
+        """The sequences with the given numbers, all of one difficulty if one is selected."""
         level = None
         if self.split != "train":
             if len(self.domains) != 1:
@@ -338,7 +342,7 @@ def open_data(
     collections: Sequence[str] = (),
     tokenizer: str | None = None,
 ) -> TokenDataset:
-    """A split of the puzzle or corpus that `data.directory` names, checked like `TokenDataset.open`.
+    """Open a split of the puzzle or corpus that `data.directory` names, with the checks of `TokenDataset.open`.
 
     Args:
         directory: `data.directory` of the recipe.
@@ -360,7 +364,7 @@ def open_data(
 
 
 def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()) -> bool:
-    """Whether `data.directory`, or one of a mixture's collections, has a split."""
+    """Whether `data.directory`, or any collection of a mixture, has the named split."""
     if is_puzzle(directory):
         return split in ROWS
     places = [locate(directory, name) for name in collections] or [(Path(directory), None)]
@@ -369,7 +373,7 @@ def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()
 
 
 def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
-    """A split of `puzzle:NAME?option=value&...`; `seed` is an option of every puzzle."""
+    """Open a split of the puzzle `puzzle:NAME?option=value&...`; every puzzle also has the option `seed`."""
     name, _, query = where.removeprefix(PUZZLE).partition("?")
     if name not in KINDS:
         raise DataError(f"{where}: no such puzzle; there are {', '.join(KINDS)}")
@@ -420,7 +424,8 @@ def _inversions(permutation: tuple[int, ...]) -> int:
 
 
 def _asked(end: int, pairs: Ids, queries: Ids) -> PuzzleRows:
-    """Rows of pairs `[rows, n, 2]`, then queries `[rows, q, tokens]` that end with their answers."""
+    """Make sequences of the pairs `[rows, n, 2]` followed by the queries `[rows, q, tokens]`, which end with their
+    answers."""
     count, _, size = queries.shape
     tokens = np.concatenate([np.full((count, 1), end), pairs.reshape(count, -1), queries.reshape(count, -1)], 1)
     labels = np.full_like(tokens, UNASKED)

@@ -1,4 +1,4 @@
-"""The rows of a dataset, by number: windows of its text, whole documents, or a puzzle's rows."""
+"""Sequences of a dataset, read by number: windows of its text, packed whole documents, or generated puzzles."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ IGNORED = NOT_TRAINED
 
 
 class Rows(Protocol):
-    """How the rows of a dataset are counted and read."""
+    """The interface through which an evaluation or a run counts and reads the sequences of a dataset."""
 
     def targets(self, numbers: Ids) -> int:
-        """The predicted tokens of some rows."""
+        """The number of predicted tokens in some sequences."""
 
     def size(self, numbers: Ids) -> int:
-        """The bytes of text behind these tokens."""
+        """The number of bytes of text that the predicted tokens of some sequences stand for."""
 
     def read(self, numbers: Ids) -> tuple[Ids, Ids, Ids | None]:
         """Tokens, labels and, where documents are separate, positions `[rows, T]`."""
@@ -69,14 +69,16 @@ class _Windows:
     documents: bool
 
     def _spans(self, numbers: Ids) -> Iterator[tuple[int, int, Ids]]:
-        """Where each window begins and ends, and where documents begin inside it, if these are separate."""
+        """Start and end of each window, and the positions inside it at which documents begin, if documents are
+        separate."""
         nothing = np.empty(0, np.int64)
         for start in (numbers * self.stride).tolist():
             stop = min(start + self.length, self.dataset.num_tokens)
             yield start, stop, self.dataset.document_ends(start, stop) if self.documents else nothing
 
     def targets(self, numbers: Ids) -> int:
-        """Every token but the first of each window and document."""
+        """The number of predicted tokens: all but the first of each window and, if documents are separate, of each
+        document."""
         return sum(stop - start - 1 - len(inside) for start, stop, inside in self._spans(numbers))
 
     def size(self, numbers: Ids) -> int:
@@ -86,7 +88,7 @@ class _Windows:
         return sum(before(b) - before(a + 1) for places in edges for a, b in itertools.pairwise(places))
 
     def read(self, numbers: Ids) -> tuple[Ids, Ids, Ids | None]:
-        """See `Rows.read`; EOS without labels fills a window that is cut short."""
+        """See `Rows.read`; a window that is cut short is filled with EOS tokens that have no labels."""
         tokens = np.full((len(numbers), self.length), self.dataset.eos_token_id, np.int64)
         labels = np.full_like(tokens, IGNORED)
         positions = np.tile(np.arange(self.length), (len(numbers), 1))
@@ -101,7 +103,7 @@ class _Windows:
 
 @dataclass(frozen=True)
 class _Documents:
-    """Rows of whole documents with a loss mask."""
+    """Sequences that are packed from whole documents with a loss mask."""
 
     dataset: TargetDataset
     length: int
@@ -129,7 +131,7 @@ class _Documents:
 
 @dataclass(frozen=True)
 class _Puzzles:
-    """Rows of a puzzle; an answer counts as a byte."""
+    """The sequences of a puzzle; each answer counts as one byte of text."""
 
     dataset: PuzzleDataset
 
@@ -148,7 +150,8 @@ class _Puzzles:
 
 
 def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | None = None) -> Ids:
-    """The rows of a dataset that an evaluation reads: `evaluation_windows` of a text, else rows of the dataset."""
+    """The numbers of the sequences that an evaluation reads: `evaluation_windows` of a text, else evenly spread
+    sequences of the dataset."""
     if isinstance(dataset, TargetDataset):
         total = len(dataset.packed(sequence_length, 0))
     elif isinstance(dataset, PuzzleDataset):
@@ -159,7 +162,7 @@ def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | No
 
 
 def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | None = None) -> Ids:
-    """The windows of `evaluation_batches`, in order: a pure function of these three numbers.
+    """The numbers of the windows that `evaluation_batches` reads, in order; they depend only on the three arguments.
 
     If `max_tokens` is smaller than the dataset, the windows are divided into as many stretches as windows are needed,
     with equal lengths up to one window. A hash of the stretch's number picks one window of each stretch.

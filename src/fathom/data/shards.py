@@ -48,7 +48,7 @@ CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")
 
 
 def first_line(error: Exception) -> str:
-    """The first line of another library's exception."""
+    """The first line of an exception's message, or the exception's type if it has no message."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -110,7 +110,8 @@ def write_index(directory: Path, index: CorpusIndex) -> None:
 
 
 class NoCorpus(DataError):
-    """A directory that holds no corpus, not even an unfinished one; it stands first in the message."""
+    """Raised for a directory that holds no corpus, not even an unfinished one; the message begins with the
+    directory."""
 
 
 def _to_prepare(text: str | Path, out: str | Path, tokenizer: str | None) -> str:
@@ -119,7 +120,7 @@ def _to_prepare(text: str | Path, out: str | Path, tokenizer: str | None) -> str
 
 
 def read_index(directory: Path, name: str = INDEX, tokenizer: str | None = None) -> CorpusIndex:
-    """Read and check the index of a finished corpus, or one that was set aside under another name.
+    """Read and check the index of a finished corpus, or an index that was set aside under another file name.
 
     Args:
         directory: The corpus.
@@ -166,7 +167,8 @@ def file_crc32(path: Path) -> int:
 
 
 def choose_split(text: str, held_out: float) -> str:
-    """`val` for the given share of all texts, decided by their content; runs of white space count as one."""
+    """The split of a text: `val` for the share `held_out` of all texts, decided by the text's content; runs of white
+    space count as one space."""
     digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
 
@@ -266,7 +268,7 @@ class TokenDataset:
         self._join(tokens, documents)
 
     def _join(self, tokens: list[NDArray[np.integer]], documents: list[NDArray[np.int64]]) -> None:
-        """Make one stream of shards: the tokens of each, and where its documents end."""
+        """Join shards into one token stream, given the tokens of each shard and where its documents end."""
         self._tokens, self._documents = tokens, documents
         self._starts = [0, *np.cumsum([len(one) for one in tokens]).tolist()]
         self._byte_starts = [0, *np.cumsum([one[-1, 1] for one in documents]).tolist()]
@@ -352,7 +354,7 @@ class TokenDataset:
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def bytes_before(self, position: int) -> int:
-        """The bytes of text behind the first `position` tokens.
+        """The number of bytes of text that the first `position` tokens stand for.
 
         The number is exact at the end of a document. Within a document, its bytes are spread evenly over its tokens,
         and EOS has none. Neighbouring windows therefore add up to exactly the bytes of the documents that they cover.

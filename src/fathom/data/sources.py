@@ -107,7 +107,7 @@ Payload: TypeAlias = Any
 
 @dataclass(frozen=True)
 class Source:
-    """An input whose records are read in order and numbered from 0."""
+    """An input whose records are read in order; error messages number them from 1."""
 
     kind: Kind
     name: str
@@ -139,7 +139,8 @@ class Source:
             yield from [None] if found is None else found
 
     def _parsed(self, number: int, payload: Payload, reading: Reading) -> list[SourceText] | None:
-        """The document of record `number`, or none; None if it is skipped."""
+        """A list with the document of record `number`, empty if there is none; None if the record is over the size
+        limit."""
         where = f"{self.name}:{number}" if self.kind == "lines" else f"{self.name} (document {number})"
         if self.kind == "files":
             where, payload = str(payload), _read_file(payload, reading)
@@ -166,7 +167,7 @@ class Source:
         return [SourceText(text, domain, len(data), cluster)] if text else []
 
     def _record(self, payload: Payload, reading: Reading, where: str) -> tuple[str, str, str | None]:
-        """The text of a record, empty if there is none, the domain that it names, else the input's, and its cluster."""
+        """A record's text (empty if it has none), its domain (the input's if the record names none) and its cluster."""
         if self.kind in ("files", "text"):
             return payload.decode("utf-8"), self.domain, None
         if self.kind == "lines" and not payload.strip():
@@ -226,7 +227,8 @@ def find_sources(
 
 
 def _remote_sources(url: str, domain: str, reading: Reading, file_format: FileFormat) -> Iterator[Source]:
-    """Files at a URL that fsspec opens: small texts as one source, as those of a folder are."""
+    """The sources at a URL that fsspec opens; small text files together become one source, as the text files of a
+    folder do."""
     whole: list[RemoteFile] = []
     for file in find_remote(url, lambda path: file_format != "auto" or _is_known(path), _known_suffixes()):
         kind, reader = _kind(file.path, reading, file_format)
@@ -239,14 +241,14 @@ def _remote_sources(url: str, domain: str, reading: Reading, file_format: FileFo
 
 
 def _oversize(where: str, reading: Reading) -> None:
-    """Refuse a record over the limit, unless it may be skipped."""
+    """Raise a `DataError` for a record over the size limit, unless such records may be skipped."""
     if reading.oversize == "error":
         ways = ": `oversize=skip` continues, `max_record_bytes` allows more (at 300 bytes of memory each)"
         raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
 
 
 def json_object(line: bytes) -> dict[str, Any]:
-    """A line as a JSON object; a `UnicodeError` if it is not UTF-8."""
+    """Parse a line as a JSON object; a line that is not UTF-8 raises a `UnicodeError`."""
     text = line.decode("utf-8-sig")
     try:
         value = json.loads(text)
@@ -267,7 +269,7 @@ def field_of(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def text_of(fields: Mapping[str, Any], name: str) -> str:
-    """A field of a record that holds text; null is an empty one."""
+    """The text in a field of a record; null counts as an empty text."""
     if name == ALL_FIELDS:
         return "\n".join(values_in(fields))
     value = field_of(fields, name)
@@ -277,7 +279,8 @@ def text_of(fields: Mapping[str, Any], name: str) -> str:
 
 
 def values_in(value: object) -> Iterator[str]:
-    """Every text and number in a record, in the order of its fields: messages, choices and columns of any format."""
+    """Every text and number in a record, in the order of its fields, also inside lists and nested objects such as
+    messages and choices."""
     if isinstance(value, Mapping):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
@@ -324,7 +327,8 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
 
 
 def _refuse_prepared(folder: Path) -> None:
-    """Refuse a folder without text that holds a corpus in the format of datasets or of `fathom prepare`."""
+    """Refuse a folder that holds no text files but a corpus that the library datasets or `fathom prepare` has
+    written."""
     described = any((folder / name).is_file() for name in ("dataset_dict.json", "state.json"))
     if described and any(folder.rglob("*.arrow")):
         remedy = "write each split as Parquet, `load_from_disk(DIR)[SPLIT].to_parquet(FILE)`, and give that file"
@@ -346,7 +350,7 @@ def _refuse_list(file: Path) -> None:
 
 
 def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
-    """The files outside the output directory; all files if that directory was named."""
+    """The files that lie outside the output directory; all files if the input is that directory or lies in it."""
     if out is None or named.resolve().is_relative_to(out.resolve()):
         return files
     inside = {folder for folder in {file.parent for file in files} if folder.resolve().is_relative_to(out.resolve())}
@@ -375,8 +379,8 @@ def _below(
 
 
 def _walk(folder: Path, unread: Callable[[Sequence[str]], bool]) -> tuple[list[Path], list[tuple[Path, Path]]]:
-    """All files below a folder by the first path to each, its own before linked ones; and other paths to its
-    folders."""
+    """All files below a folder, each by one path (its own rather than one through a link), and the other paths to
+    folders that links lead to again."""
     found: list[Path] = []
     again: list[tuple[Path, Path]] = []
     seen: dict[tuple[int, int], Path] = {}
@@ -398,7 +402,8 @@ def _walk(folder: Path, unread: Callable[[Sequence[str]], bool]) -> tuple[list[P
 
 
 def _refuse(folder: Path, error: OSError) -> None:
-    """An unreadable folder would otherwise count as empty. Folders that are never read may be unreadable."""
+    """Raise a `DataError` for an unreadable folder, which would otherwise count as empty. Folders that are never read
+    may be unreadable."""
     if not _hidden(Path(error.filename).relative_to(folder).parts):
         raise DataError(f"{error.filename}: {error.strerror}")
 
@@ -434,7 +439,7 @@ def _hidden(names: Sequence[str]) -> bool:
 
 
 def suffix_of(path: PurePath) -> str:
-    """The extension without that of compression, in lower case."""
+    """The extension of a path in lower case, without extensions of compression such as `.gz`."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -457,7 +462,8 @@ def reader_of(path: PurePath) -> Reader | None:
 
 
 def lines_of(path: Path) -> Iterator[bytes | None]:
-    """The records of a file as JSON, by its extension, or the lines of an unknown one. None marks a lost record."""
+    """The records of a file as JSON lines, read by its extension; a file with an unknown extension is read as JSONL.
+    None marks a lost record."""
     reader = reader_of(path) or READERS["jsonl"]
     if reader.gives != "lines":
         raise DataError(f"{path}: expected lines of JSON or of a table, not {reader.name}")
@@ -512,7 +518,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _unpacked(path: Path) -> Iterator[IO[bytes]]:
-    """A file of text as bytes, refused if it is packed in a way that its extension does not tell."""
+    """Open a text file as bytes; refuse a file that is packed or compressed in a way that its extension does not
+    tell."""
     with opened(path) as file:
         begins = cast("io.BufferedReader", file).peek(16)
         for name, (magic, suffix) in PACKED.items():
@@ -581,7 +588,7 @@ def _lines(path: Path, reading: Reading) -> Iterator[bytes | None]:
 
 
 def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> Records:
-    """Turns a function that reads an open text as mappings into one that reads its rows as JSON lines.
+    """Turn a function that reads an open text file as mappings into a reader that yields the file's rows as JSON lines.
 
     What the function raises becomes a `DataError` of one line. Invalid UTF-8 reaches it as surrogates, and is then
     treated as in any other line; a byte-order mark does not reach it.
@@ -600,7 +607,7 @@ def _as_lines(rows: Callable[[TextIO, str], Iterator[Mapping[str, object]]]) -> 
 
 @contextmanager
 def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
-    """A file of bytes as text, with line ends as they are; the file stays open."""
+    """Read an open binary file as text, with line ends as they are; the binary file stays open afterwards."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape", newline="")
     try:
         yield text
@@ -610,7 +617,8 @@ def _text_of(file: IO[bytes]) -> Iterator[TextIO]:
 
 
 def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
-    """Documents between lines that equal the separator; blank lines at the ends of a document are kept."""
+    """Yield the documents of a text file, which lines equal to the separator divide; blank lines at a document's ends
+    are kept."""
     separator = None if reading.separator is None else reading.separator.encode()
     blank, lines = separator is not None and not separator.strip(), reading.separator == LINES
     document: bytearray | None = bytearray()  # at most a record's length of it is in memory; None if it is left out
@@ -633,14 +641,15 @@ def _separated(path: Path, reading: Reading) -> Iterator[bytes | None]:
 
 
 class Parts(NamedTuple):
-    """How a text file is divided into documents."""
+    """A way to divide a text file into documents: the separator and its name."""
 
     separator: str
     name: str
 
 
 def parts_of(path: Path) -> Parts | None:
-    """The parts of a text file that is to become several documents: paragraphs, else lines; None if it is one line."""
+    """How to divide a text file into several documents: at blank lines if it has paragraphs, else at lines; None if it
+    is one line."""
     texts, blank = 0, False
     with _unpacked(path) as file:
         while line := file.readline(COMPRESSED_BYTES):
@@ -687,12 +696,12 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
 
 
 def _batch_rows(group: RowGroupMetaData) -> int:
-    """How many rows to decode together: about `PARQUET_BYTES` of them."""
+    """How many Parquet rows to decode together, so that they take about `PARQUET_BYTES`."""
     return max(1, min(1024, PARQUET_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
 def _bounded(row: Row, where: str, reading: Reading) -> Row | None:
-    """A row; None if its text is over the limit."""
+    """The row itself; None if its text is over the size limit and may be skipped."""
     text = row.get(reading.text_field)
     if not isinstance(text, str) or len(text) <= reading.max_record_bytes:
         return row
@@ -727,7 +736,7 @@ Records: TypeAlias = Callable[[Path, Reading], Iterator[Payload]]
 
 @dataclass(frozen=True)
 class Reader:
-    """How files of some extensions become records."""
+    """A reader that turns files with certain extensions into records."""
 
     name: str
     suffixes: tuple[str, ...]

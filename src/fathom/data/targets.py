@@ -74,7 +74,7 @@ def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
 
 
 class TargetDataset(TokenDataset):
-    """One split with a loss mask: conversations, for example."""
+    """One split of a corpus that has a loss mask, such as a corpus of conversations."""
 
     def __init__(self, directory: Path, index: CorpusIndex, split: str, domains: Iterable[str]) -> None:
         super().__init__(directory, index, split, domains)
@@ -104,11 +104,12 @@ class TargetDataset(TokenDataset):
         return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
 
     def count_targets(self, documents: NDArray[np.int64]) -> int:
-        """The number of trained tokens of some documents."""
+        """The number of tokens with a loss in some documents."""
         return sum(int(self.trained(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
 
     def target_bytes(self, documents: NDArray[np.int64]) -> int:
-        """The bytes of text behind these tokens; a document's bytes are spread evenly, as in `bytes_before`."""
+        """The number of bytes of text that some tokens stand for; a document's bytes are spread evenly over its tokens,
+        as in `bytes_before`."""
         found = 0
         for start, stop in self._spans[documents].tolist():
             length, size = max(stop - start - 1, 1), self.bytes_before(stop) - self.bytes_before(start)
@@ -123,7 +124,7 @@ class TargetDataset(TokenDataset):
         labels: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> None:
-        """Write documents into one row `[T]`; EOS without labels fills the rest."""
+        """Write documents into one sequence `[T]`; the rest is filled with EOS tokens that have no labels."""
         tokens[:], labels[:] = self.eos_token_id, NOT_TRAINED
         place = 0
         for start, stop in self._spans[documents].tolist():

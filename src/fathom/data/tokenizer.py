@@ -128,7 +128,8 @@ def _opened(path: Path, name: str) -> PreTrainedTokenizerBase:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings of transformers in this block, nor of the Hub, which warns of every retry."""
+    """Silence the warnings of transformers and of huggingface_hub, which warns of every retry, within a `with`
+    block."""
     from transformers.utils import logging as theirs
 
     before, hub = theirs.get_verbosity(), logging.getLogger("huggingface_hub")
@@ -166,7 +167,7 @@ def tokenizer_checksums(directory: Path) -> dict[str, int]:
 
 
 def plain_encoder(tokenizer_file: Path) -> Tokenizer:
-    """A tokenizer from a file that encodes text literally (`plain`)."""
+    """Load a tokenizer from a file, and make it encode text literally (see `plain`)."""
     from tokenizers import Tokenizer
 
     return plain(Tokenizer.from_file(str(tokenizer_file)))
