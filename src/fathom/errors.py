@@ -20,19 +20,19 @@ class FathomError(Exception):
 
 
 class SettingsError(FathomError, ValueError):
-    """A recipe key, an option or an argument with an impossible value."""
+    """Raised for a recipe key, an option or an argument with an impossible value."""
 
 
 class DataError(FathomError, ValueError):
-    """Unusable documents, shards, benchmarks or conversations."""
+    """Raised for unusable documents, shards, benchmarks or conversations."""
 
 
 class ModelError(FathomError, ValueError):
-    """A model or model file that cannot be opened, compared or written."""
+    """Raised for a model or model file that cannot be opened, compared or written."""
 
 
 class Absent(ModelError, FileNotFoundError):
-    """A file that the repository does not have."""
+    """Raised for a file that a model's repository or directory does not have."""
 
 
 class TrainingError(FathomError, RuntimeError):
@@ -57,7 +57,7 @@ class HeldError(FathomError):
 
 
 class RequestError(FathomError, ValueError):
-    """A prompt that cannot be answered."""
+    """Raised for a prompt that the model cannot answer."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)

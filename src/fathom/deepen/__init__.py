@@ -1,1 +1,2 @@
-"""Add mechanisms to a pretrained model: which, in which layers, and the recipe that trains it further."""
+"""Add mechanisms to a pretrained model: choose the mechanisms and their layers, and write the recipe that trains the
+model further."""

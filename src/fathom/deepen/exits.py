@@ -1,4 +1,5 @@
-"""`--exit`: how sure a token of a loop must be to make no further trip, such that the loss rises by at most ε.
+"""`--exit`: choose how confident a prediction in a loop must be to skip further iterations, so that the loss rises by
+at most ε.
 
 A document's difference d_i(τ) is its mean loss, in nats per token, with `exit_confidence` τ, minus that with every
 trip. The claim is about its mean over documents:
@@ -53,7 +54,7 @@ Array = np.ndarray
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """The guarantee, and the amount of text for it."""
+    """The bound on the loss that is to be guaranteed, and the amount of text on which it is tested."""
 
     loss: float = 0.01
     """ε, nats per token."""
@@ -81,14 +82,15 @@ class Bound:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
 
     def rejects(self, differences: Array) -> Array:
-        """Whether each row of d, `[..., documents]`, rejects E d > ε."""
+        """Whether each row of loss increases `[..., documents]` rejects the hypothesis that their mean exceeds ε."""
         if self.test == "t":
             return student(differences, self.loss) <= self.level
         return betting(differences.clip(-self.clip, self.clip), self.loss, self.clip, self.level)
 
 
 def betting(differences: Array, loss: float, clip: float, level: float) -> Array:
-    """Whether a bet against E d > `loss` ever multiplies its stake by 1 / `level`, by row of `[..., documents]`.
+    """Whether a bet against a mean increase of the loss above `loss` ever multiplies its stake by 1 / `level`, for each
+    row of `[..., documents]`.
 
     With x = (d + clip) / (2 clip) in [0, 1] and m that of `loss`, the wealth Π (1 + λ_i (m - x_i)) is a supermartingale
     if E x ≥ m, for every λ_i ≥ 0 that depends on earlier documents alone and keeps it positive. λ_i is the bet that is
@@ -105,7 +107,8 @@ def betting(differences: Array, loss: float, clip: float, level: float) -> Array
 
 
 def student(differences: Array, loss: float) -> Array:
-    """The one-sided p-value of E d > `loss` by Student's test, by row of `[..., documents]`."""
+    """The p-value of a one-sided t-test of the hypothesis that the mean increase of the loss exceeds `loss`, for each
+    row of `[..., documents]`."""
     count = differences.shape[-1]
     spread = differences.std(-1, ddof=1) / math.sqrt(count)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -114,7 +117,8 @@ def student(differences: Array, loss: float) -> Array:
 
 
 def chosen(differences: Callable[[int], Array], bound: Bound, count: int = len(GRID)) -> int | None:
-    """The place in the list of the last τ whose hypothesis is rejected before one is not; None if the first is not.
+    """The index of the last exit threshold τ that passes its test when the list is tested in order up to the first
+    failure; None if the first one fails.
 
     Args:
         differences: d for the τ of a place in the list, `[documents]`; asked for in order.
@@ -142,7 +146,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rule that was written, and what was measured."""
+    """The exit threshold that was chosen and written, and the measurements of all thresholds tested."""
 
     directory: Path
     bound: Bound
@@ -161,7 +165,7 @@ class Chosen:
 
 
 class ThresholdReader:
-    """A model that reads documents with one τ after another."""
+    """Measures a model's loss on documents under one exit threshold τ after another."""
 
     def __init__(self, model: FathomForCausalLM, documents: Sequence[Document]) -> None:
         self.model, self.documents = model, list(documents)
@@ -171,7 +175,8 @@ class ThresholdReader:
 
     @torch.no_grad()
     def read(self, confidence: float) -> tuple[Array, float]:
-        """Each document's mean loss `[documents]`, and the mean trips of their tokens."""
+        """Each document's mean loss `[documents]`, and the mean number of loop iterations per token over all
+        documents."""
         cast(ConfidenceExit, self.model.model.recurrence).confidence = confidence
         losses, trips, tokens = np.empty(len(self.documents)), 0.0, 0
         with ProgressBar(f"documents at {confidence:g}", len(self.documents)) as bar:
@@ -198,7 +203,7 @@ class ThresholdReader:
         return losses, trips / tokens
 
     def measured(self, confidence: float) -> tuple[Array, Measured]:
-        """d of every document, and its summary."""
+        """Every document's increase of the loss at one exit threshold, and a summary of these increases."""
         losses, trips = self.read(confidence)
         return losses - self.full, Measured(confidence, float((losses - self.full).mean()), trips)
 
@@ -206,7 +211,7 @@ class ThresholdReader:
 def set_exit(
     source: str | Path, out: str | Path, text: Sequence[str], bound: Bound, shifted: Sequence[str] = ()
 ) -> Chosen:
-    """Choose a loop's `exit_confidence` on text, and write the model with it.
+    """Choose a loop's `exit_confidence` on text, and write the model with this value.
 
     Args:
         source: A loop: a model directory, or a run.
@@ -239,7 +244,8 @@ def set_exit(
 
 
 def exiting(model: FathomForCausalLM) -> FathomForCausalLM:
-    """Put a model's weights into one whose tokens may halt; at first none does."""
+    """Put a looped model's weights into a model whose tokens may halt early; with its initial exit confidence of 1,
+    none does."""
     if model.config.recurrence != "loop":
         raise SettingsError(f"--exit needs recurrence=loop, this model has {model.config.recurrence}")
     values = model.config.to_dict()

@@ -60,7 +60,7 @@ class Healing:
 
 @dataclass(frozen=True)
 class Road:
-    """The commands from the deepened model to a report on it. TEXT stands for the user's text."""
+    """The commands that train a deepened model and its control and report on both. TEXT stands for the user's text."""
 
     directory: Path
     base: str
@@ -70,7 +70,7 @@ class Road:
 
     @property
     def prepare(self) -> str:
-        """Makes the corpus, with the model's own tokenizer."""
+        """The command that prepares the corpus with the model's own tokenizer."""
         out = self._beside("data")
         return shlex.join(
             ["fathom", "prepare", "TEXT", "--tokenizer", str(self.directory), "--held-out", "0.1", "--out", out]
@@ -83,7 +83,7 @@ class Road:
 
     @property
     def control(self) -> str:
-        """Trains the base model in the same way."""
+        """The command that trains the control, i.e. the base model, in the same way as the deepened model."""
         return self._training("control", "model=null", f"model.from_pretrained={self.base}", *self.gains)
 
     @property
@@ -98,7 +98,7 @@ class Road:
         return shlex.join(["fathom", "train", *words, "--run", self._beside(name)])
 
     def _beside(self, name: str) -> str:
-        """A directory next to the model's."""
+        """The name of a directory next to the model's: the model's name, a dash and `name`."""
         return f"{self.directory}-{name}"
 
 
@@ -141,7 +141,8 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
 
 
 def gains_of(request: Request) -> tuple[str, ...]:
-    """Keys that give the control of learned gates as many gains and nothing to mix: a closed gate asks for a gain."""
+    """Recipe keys that give the control of learned gates as many gains but nothing to mix, because much of a closed
+    gate's gradient asks for a mere gain."""
     if not request.learns:
         return ()
     for part in request.parts:
@@ -153,7 +154,8 @@ def gains_of(request: Request) -> tuple[str, ...]:
 
 
 def _teacher(road: Road, request: Request) -> str | None:
-    """The base model; None if the deepened model stands for it and does not compute what it did."""
+    """The teacher: the base model, or the deepened model if it has replaced the base and computes the same; else
+    None."""
     if road.base == str(road.directory):
         return absolute(road.directory) if all(part.closed is not None for part in request.parts) else None
     return anywhere(road.base)
@@ -168,5 +170,5 @@ def anywhere(name: str) -> str:
 
 
 def absolute(path: str | Path) -> str:
-    """A path from the root, without `..`; links stay, since their names are the user's."""
+    """The absolute path, without `..`; symbolic links are not resolved, because the user chose their names."""
     return os.path.abspath(path)

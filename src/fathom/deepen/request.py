@@ -35,12 +35,12 @@ class Request:
 
     @property
     def loops(self) -> bool:
-        """Whether a loop is among them."""
+        """Whether a loop is among the requested mechanisms."""
         return any(part.name == "loop" for part in self.parts)
 
     @property
     def learns(self) -> bool:
-        """Whether gates are among the parameters."""
+        """Whether a requested mechanism has gates that are trainable parameters."""
         names = {part.name: {one.name for one in fields(part.options)} for part in self.parts}
         return any(
             "gates" in has and ("blend" not in has or self.options.get(name, {}).get("blend") == LEARNED)
@@ -48,7 +48,8 @@ class Request:
         )
 
     def keys(self, config: FathomConfig) -> dict[str, object]:
-        """Keys of `FathomConfig` that add the mechanisms to a model, switched off at the start if they allow it."""
+        """Keys of `FathomConfig` that add the mechanisms to a model; mechanisms that can be switched off start switched
+        off."""
         found: dict[str, object] = {}
         for part in self.parts:
             if (held := getattr(config, part.axis)) != DEFAULTS[part.axis]:
@@ -62,7 +63,8 @@ class Request:
         return found
 
     def opening(self, steps: int) -> dict[str, dict[str, object]]:
-        """The options that blend the mechanisms in over so many training steps, by key, such as `mixer_options`."""
+        """The options that blend the mechanisms in over `steps` training steps, by configuration key, such as
+        `mixer_options`."""
         closed = [part for part in self.parts if "blend" in (part.closed or {})]
         return {
             f"{part.axis}_options": {"blend": 1.0, "blend_steps": steps}
@@ -97,7 +99,7 @@ def parse_request(text: str, layers: str | None = None) -> Request:
 
 
 def _named(name: str) -> Mechanism:
-    """The mechanism with that name; the default of an axis does not count as one."""
+    """The mechanism called `name`; names of an axis's default are refused, because a default adds nothing."""
     names = [one for one in known() if one not in DEFAULTS.values()]
     if name in names:
         return known()[name]

@@ -1,4 +1,5 @@
-"""Gradients of closed gates: one backward pass over text scores every mechanism at every place, without training.
+"""Gradients of closed gates: one backward pass over text scores every mechanism at every possible gate, without
+training.
 
 A gate λ adds λ m to a value or to the stream, and a gain g adds g a, where a is there already. With δ the gradient of a
 document's loss there, the gradients of closed gates are inner products:
@@ -79,23 +80,24 @@ class Gradients:
     """For each gate `[n, r]`: the gradients of the gains that could stand in for it."""
 
     def drawn(self, gate: int, column: int = 0) -> Array:
-        """∂λ of a gate by document, `[n]`; another column takes the sources of another document."""
+        """The gradient of a gate's λ for each document, `[n]`; a `column` above 0 takes the sources of another
+        document."""
         return self.own[gate][:, column]
 
     def content(self, gate: int, column: int = 0) -> Array:
-        """The score minus its mean over the other documents' sources."""
+        """Each document's gradient of a gate minus the mean gradient with the other documents' sources."""
         crossed = self.own[gate]
         return crossed[:, column] - np.delete(crossed, column, axis=1).mean(1)
 
     def without(self, values: Array, gate: int) -> Array:
-        """Project the gains out of numbers by document."""
+        """Subtract from per-document values their least-squares fit by the gradients of the gains."""
         gains = self.gains[gate]
         return values - gains @ np.linalg.lstsq(gains, values, rcond=None)[0]
 
 
 def z_score(values: Array, fitted: int = 0) -> float:
-    """Mean over standard error of numbers by document, of which `fitted` degrees of freedom are used up; 0 if they are
-    all equal."""
+    """The mean of per-document values divided by its standard error, after `fitted` degrees of freedom were used up; 0
+    if all values are equal."""
     freedom = len(values) - 1 - fitted
     spread = float(np.square(values - values.mean()).sum() / max(freedom, 1) / len(values)) ** 0.5
     return float(values.mean()) / spread if spread else 0.0
@@ -114,7 +116,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class Summary:
-    """A mechanism's scores, over its gates."""
+    """The scores of one mechanism, summarised over all its gates."""
 
     mechanism: str
     gates: int
@@ -143,7 +145,7 @@ class Screened:
 def screen(
     model: FathomForCausalLM, tokenizer: PreTrainedTokenizerBase, text: Sequence[str], asked: Screen
 ) -> Screened:
-    """Score every mechanism at every place of a model.
+    """Score every mechanism at every possible gate of a model.
 
     Args:
         model: A model without mechanisms.
@@ -157,7 +159,7 @@ def screen(
 
 
 def read_rows(tokenizer: PreTrainedTokenizerBase, text: Sequence[str], asked: Screen) -> Tensor:
-    """Documents at random, the same ones every time, `[n, T + 1]` with a start token first."""
+    """Documents chosen at random, but the same in every call, as token ids `[n, T + 1]` with a start token first."""
     found = []
     for domain in read_domains(text):
         encode = encoder(tokenizer, domain)
@@ -177,7 +179,7 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, text: Sequence[str], asked: Sc
 
 
 def scores(found: Mapping[str, Gradients], documents: int, seconds: float = 0.0) -> Screened:
-    """The scores of gates and mechanisms."""
+    """Score gates and mechanisms from the gradients of the gates."""
     gates, summaries = [], []
     for name, one in found.items():
         mine, left, total = [], 0.0, 0.0
@@ -229,8 +231,8 @@ def gradients(model: FathomForCausalLM, rows: Tensor) -> dict[str, Gradients]:
 
 @dataclass
 class Taps:
-    """Tensors that hooks take from a forward pass; each `leaf` is a tensor of zeros that is added there, so that its
-    gradient is δ."""
+    """Tensors that hooks take from a forward pass; each `leaf` is a tensor of zeros that is added to the hooked output,
+    so that the leaf's gradient is δ."""
 
     query: dict[int, Tensor] = field(default_factory=dict)
     key: dict[int, Tensor] = field(default_factory=dict)
@@ -247,7 +249,7 @@ class Taps:
 
 @contextmanager
 def tapped(model: FathomForCausalLM) -> Iterator[Taps]:
-    """Hooks on mixers, residuals and layers."""
+    """Register hooks on mixers, residuals and layers that collect a forward pass's tensors in `Taps`."""
     taps, hooks = Taps(), []
 
     def on_mixer(layer: int) -> Any:
@@ -297,19 +299,19 @@ def _of_batch(model: FathomForCausalLM, rows: Tensor) -> dict[str, Gradients]:
 
 
 def _loss(model: FathomForCausalLM, hidden: Tensor, targets: Tensor) -> Tensor:
-    """The sum over documents of each one's mean loss."""
+    """The sum over documents of each document's mean loss per token."""
     logits = widen(model.lm_head(hidden))
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / targets.shape[1]
 
 
 def mixers(config: FathomConfig) -> dict[str, type[BlendedMixer]]:
-    """Every mixer that can have learned gates, those of other packages too."""
+    """Every mixer that can have learned gates, including the mixers of other packages."""
     named = {name: one.build for name, one in known().items() if one.axis == "mixer"}
     return {name: build for name, build in named.items() if isinstance(build, type) and issubclass(build, BlendedMixer)}
 
 
 def _mixer(config: FathomConfig, taps: Taps, build: type[BlendedMixer]) -> Gradients:
-    """λ of every layer and key-value head; the gain is that of the head's value."""
+    """Gradients of a mixer's gates λ, one for each layer and key-value head; the gain scales the head's values."""
     name = next(name for name, one in known().items() if one.build is build)
     options: dict[str, object] = {"blend": "learned", "gates": "head"}
     if "stride" in {one.name for one in fields(known()[name].options)}:
@@ -331,8 +333,8 @@ def _mixer(config: FathomConfig, taps: Taps, build: type[BlendedMixer]) -> Gradi
 
 
 def _stream(taps: Taps, ends: Sequence[Tensor]) -> Gradients:
-    """c of every STRIDE-th earlier block output at the end of every layer, as in `denseformer`; the gain is the
-    stream's."""
+    """Gradients of the coefficients c of every STRIDE-th earlier block output at the end of every layer, as in
+    `denseformer`; the gain scales the residual stream."""
     found = Gradients()
     for layer, leaf in enumerate(taps.stream_leaf):
         assert leaf.grad is not None
@@ -345,7 +347,8 @@ def _stream(taps: Taps, ends: Sequence[Tensor]) -> Gradients:
 
 
 def _loop(taps: Taps, ends: Sequence[Tensor], again: Again) -> Gradients:
-    """λ of every layer that runs a second time at once; the gains are those of its sub-layers' outputs."""
+    """Gradients of the gates λ of a loop over a single layer, for every layer; the gains scale the outputs of the
+    layer's sub-layers."""
     found = Gradients()
     for layer, leaf in enumerate(taps.stream_leaf):
         assert leaf.grad is not None
@@ -358,7 +361,7 @@ def _loop(taps: Taps, ends: Sequence[Tensor], again: Again) -> Gradients:
 
 
 class Again:
-    """Layers of the model on streams of the same tokens."""
+    """Runs single layers of the model on residual streams of the same tokens."""
 
     def __init__(self, model: FathomForCausalLM, ids: Tensor) -> None:
         decoder, self.kinds = model.model, model.config.layer_types
@@ -368,12 +371,13 @@ class Again:
         self.given = {"rotation": signed(decoder.rotary_emb(x, positions)), "position_ids": positions}
 
     def layer(self, x: Tensor, layer: int) -> Tensor:
-        """The stream after a layer that reads `x`."""
+        """The residual stream after one layer that gets `x` as its input."""
         return self.layers[layer](x, attention_mask=self.masks[self.kinds[layer]], **self.given)[0]
 
 
 def crossed(delta: Tensor, mix: Tensor) -> Array:
-    """⟨δ_b, m_{b+k}⟩ for every document b of a batch, `[B, k]`; column 0 is the document's own."""
+    """The inner products ⟨δ_b, m_{b+k}⟩ for every document b of a batch, `[B, k]`; column 0 pairs each document with
+    itself."""
     products = (delta.flatten(1).double() @ mix.flatten(1).double().T).cpu().numpy()
     count = len(products)
     return np.stack([products[np.arange(count), (np.arange(count) + k) % count] for k in range(count)], 1)

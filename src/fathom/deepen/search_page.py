@@ -46,7 +46,8 @@ def write(out: Path, model: str, asked: Search, ranked: Sequence[Ranked]) -> Non
 
 
 def verdict(ranked: Sequence[Ranked]) -> str:
-    """The best loop, and its loss on documents that did not choose it, if there are some."""
+    """The best loop and its increase of the loss in words, measured on documents that did not choose it, if there are
+    any."""
     best = ranked[0]
     found, where = (best.gap, "the documents that chose it") if best.again is None else (best.again, "other documents")
     return (
@@ -70,7 +71,7 @@ def _rows(ranked: Sequence[Ranked]) -> list[list[str]]:
 
 
 def show(model: str, out: Path, asked: Search, ranked: Sequence[Ranked], file: TextIO) -> None:
-    """Print the best spans, and the command that adds the first of them."""
+    """Print the best ranges of layers to loop, and the command that adds the best loop."""
     shown = Table(*COLUMNS, title=f"loops of {asked.trips}")
     for row in _rows(ranked):
         shown.add_row(*row)
@@ -92,7 +93,8 @@ def _words(gap: Difference | None) -> str:
 
 
 def curves(asked: Search, ranked: Sequence[Ranked]) -> list[Line]:
-    """The loss by first layer, one curve for each number of layers, at the best damping."""
+    """The increase of the loss by the loop's first layer, as one curve for each number of looped layers, at the best
+    damping."""
     damping = ranked[0].candidate.damping
     lines: list[Line] = []
     for size in range(asked.sizes[0], asked.sizes[1] + 1):

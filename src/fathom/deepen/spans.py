@@ -1,4 +1,5 @@
-"""Which layers cost least to repeat: every span of layers is scored as a loop on text, without training.
+"""Find the layers that cost least to repeat: every range of consecutive layers is scored as a loop on text, without
+training.
 
 A loop over the layers a … b of K iterations with damping δ needs the residual stream before layer a and after layer b.
 One pass of the base model gives both for all spans, so a span computes only its own layers K - 1 times and those above
@@ -49,13 +50,13 @@ class Candidate(NamedTuple):
 
     @property
     def layers(self) -> str:
-        """The layers as a value of `--layers`."""
+        """The loop's first and last layer, written as a value of `--layers`."""
         return f"{self.first}-{self.last}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """The spans to try, and the amount of text."""
+    """The ranges of layers to try as loops, and the amount of text that scores them."""
 
     sizes: tuple[int, int] = (2, 6)
     """Fewest and most layers of a span."""
@@ -83,7 +84,7 @@ class Search:
                 raise SettingsError(f"{name}={show(plain(value))}: allowed: {words}")
 
     def candidates(self, layers: int) -> list[Candidate]:
-        """Every span of a model with so many layers, with every damping."""
+        """Every candidate loop of a model with `layers` layers: each range of consecutive layers with each damping."""
         least, most = self.sizes
         if not 1 <= least <= most <= layers:
             raise SettingsError(f"sizes={least}-{most}: allowed: 1 to {layers}, the layers of this model")
@@ -100,13 +101,14 @@ class Document(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name with a checksum, since documents of another text may have the same names."""
+        """The document's name with a checksum of its tokens, since documents of another text may have the same
+        names."""
         return f"{self.name} {zlib.crc32(self.ids.tobytes()):08x}"
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A loop, and its increase of the loss."""
+    """A loop over some layers, and the increase of the loss that it causes."""
 
     candidate: Candidate
     gap: Difference
@@ -125,7 +127,7 @@ class Ranked:
 def read_documents(
     tokenizer: PreTrainedTokenizerBase, inputs: Sequence[str], count: int, tokens: int
 ) -> list[Document]:
-    """`count` documents at random, the same ones every time, each cut after so many tokens."""
+    """`count` documents chosen at random, but the same in every call, each cut after `tokens` tokens."""
     found = []
     for domain in read_domains(inputs):
         encode = encoder(tokenizer, domain)
@@ -144,7 +146,7 @@ def read_documents(
 
 
 class Reading:
-    """One forward pass of the base model over a document, from which all loops start."""
+    """One forward pass of the base model over a document, whose hidden states all candidate loops reuse."""
 
     def __init__(self, model: FathomForCausalLM, document: Document) -> None:
         self.model = model
@@ -170,12 +172,12 @@ class Reading:
         return x
 
     def score(self, stream: Tensor) -> float:
-        """Nats of the document, from the residual stream after the last layer."""
+        """The document's total loss in nats, computed from the residual stream after the last layer."""
         hidden = self.model.model.norm(stream)
         return float(token_losses(hidden, self.model.lm_head, self.ids[:, 1:]).double().sum())
 
     def looped(self, one: Candidate) -> float:
-        """Nats of the document with some layers as a loop."""
+        """The document's total loss in nats when some of the model's layers run as a loop."""
         x, made = self.before[one.first], self.before[one.last + 1]
         for trip in range(one.trips):
             made = made if trip == 0 else self.through(x, one.first, one.last + 1)
@@ -205,7 +207,7 @@ class Log:
             path.write_text(json.dumps(about) + "\n", encoding="utf-8")
 
     def add(self, document: Document, scores: Sequence[tuple[Candidate | None, float]]) -> None:
-        """Store the scores of a document; None is the base model."""
+        """Store the scores of a document in the log; None in place of a loop stands for the base model."""
         lines = []
         for one, nats in scores:
             self.found[document.key, one] = nats, len(document.ids) - 1
@@ -229,8 +231,8 @@ def search(
     asked: Search,
     out: Path | None = None,
 ) -> list[Ranked]:
-    """Score every loop that `asked` describes and return all, cheapest first: the best by the second set, then the
-    others.
+    """Score every loop that `asked` describes and return all, lowest loss first: the best ones ordered by the second
+    set of documents, then the others.
 
     Args:
         model: A model without mechanisms.
@@ -267,7 +269,7 @@ def checksum(model: torch.nn.Module) -> str:
 
 @torch.no_grad()
 def _score(model: FathomForCausalLM, documents: Sequence[Document], loops: Sequence[Candidate], log: Log) -> None:
-    """Score what is not in the log yet, some loops at a time."""
+    """Score the pairs of document and loop that are not in the log yet, some loops at a time."""
     training = model.training
     model.eval()
     with ProgressBar("spans", len(documents) * len(loops)) as bar:

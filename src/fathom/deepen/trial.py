@@ -1,4 +1,5 @@
-"""`fathom try`: one mechanism on a model that you have: deepen, train, train a control alike, compare.
+"""`fathom try`: try one mechanism on a model that you have: deepen it, train it, train a control in the same way, and
+compare the two.
 
 Each step is what its own command does, in a directory below `out`. A finished step is noted in `try.json` and not done
 again, and training resumes from its checkpoints.
@@ -93,12 +94,12 @@ class Finding:
 
     @property
     def effect(self) -> Effect:
-        """The deepened model against its control, on the held-out text."""
+        """The difference between the deepened model and its control on the held-out text."""
         return next(effect for effect in self.compared.effects if effect.against == self.compared.control)
 
     @property
     def verdict(self) -> str:
-        """The verdict that one seed allows."""
+        """The verdict on the mechanism, with the caution that a trial with one seed needs."""
         return f"{self._difference()} {CAUTION}"
 
     def _difference(self) -> str:
@@ -123,7 +124,7 @@ CAUTION = (
 
 
 def attempt(trial: Trial, out: Path, say: Callable[[str], None]) -> Finding:
-    """Do what is left of a trial, and report.
+    """Run the steps of a trial that are not finished yet, and report.
 
     Args:
         trial: What to try.
@@ -155,7 +156,7 @@ def attempt(trial: Trial, out: Path, say: Callable[[str], None]) -> Finding:
 
 
 def _opened(trial: Trial, out: Path) -> Notes:
-    """The notes of the trial in a directory; new ones in a new or empty directory."""
+    """The stored notes of the trial in a directory; new notes if the directory is new or empty."""
     place = out / NOTES
     if place.is_file():
         try:
@@ -180,7 +181,7 @@ def _opened(trial: Trial, out: Path) -> Notes:
 
 
 def _steps(trial: Trial, out: Path) -> Iterator[tuple[str, str, Callable[[], object]]]:
-    """The name of each step, what it does, and how."""
+    """The steps of a trial: the name of each step, a description, and the function that runs it."""
     base = anywhere(trial.model)
     gains = gains_of(parse_request(trial.mechanism, trial.layers))
     unlike = ["model=null", f"model.from_pretrained={base}", *gains]
@@ -205,7 +206,8 @@ def _prepare(trial: Trial, out: Path) -> object:
 
 
 def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
-    """Train with one recipe for both: no teacher, since a trial has minutes."""
+    """Train the deepened model or its control with the same recipe, without a teacher, since a trial has only
+    minutes."""
     small = [
         f"data.directory={out / 'data'}",
         f"data.sequence_length={trial.tokens}",
@@ -234,7 +236,8 @@ def _compare(trial: Trial, out: Path, base: str) -> DeepenedReport:
 
 
 def _language_reference(folder: Path) -> Path:
-    """Python's language reference, as the interpreter's `help()` has it, cut at paragraphs into documents."""
+    """Write Python's language reference, as the interpreter's `help()` has it, as documents that are cut at
+    paragraphs."""
     folder.mkdir(exist_ok=True)
     for name, text in sorted(topics.items()):
         for number, document in enumerate(_documents(text)):
@@ -254,6 +257,6 @@ def _documents(text: str) -> Iterator[str]:
 
 
 def _processor() -> float:
-    """Processor seconds of this process and of the workers that it waited for."""
+    """CPU seconds of this process and of the worker processes that it waited for."""
     spent = os.times()
     return spent.user + spent.system + spent.children_user + spent.children_system

@@ -57,7 +57,8 @@ def write(finding: Finding, following: Sequence[str]) -> Path:
 
 
 def score_table(finding: Finding) -> PlainTable:
-    """Bits per byte of the three models, and the differences of the deepened one."""
+    """The table of the bits per byte of the base, deepened and control models, with the deepened model's differences
+    from the others."""
     scores = restored(ScoresReport, read_json(finding.out / "report" / REPORT)).checkpoints
     gaps = {effect.against: effect.gap for effect in finding.compared.effects}
     rows = []
@@ -69,7 +70,8 @@ def score_table(finding: Finding) -> PlainTable:
 
 
 def plots(out: Path) -> str:
-    """The training loss of both, and the deepened model's minus the control's, smoothed over a tenth of the steps."""
+    """Plots of the training losses of the deepened model and its control and of their difference, smoothed over a tenth
+    of the steps."""
     steps, losses = [], {}
     for run in RUNS:
         lines = [line for line in read_metrics(out / run) if "loss" in line]
@@ -87,7 +89,7 @@ def plots(out: Path) -> str:
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Running means over a tenth of the values."""
+    """Trailing means of the values, each over a tenth of their number."""
     width = max(1, len(values) // 10)
     return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
 

@@ -31,7 +31,7 @@ CONTEXT = 512
 
 @dataclass(frozen=True)
 class Sizes:
-    """Number of parameters, and the cost of a token."""
+    """A model's number of parameters, and its FLOPs and cache bytes per token."""
 
     parameters: int
     flops_per_token: float
@@ -102,7 +102,8 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
 
 
 def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[str, bytes]]:
-    """Recipes of a directory to keep as `heal.yaml.old` and so on: the one that differs from the new text, and all."""
+    """Earlier recipes of a directory to keep as `heal.yaml.old` and so on: the path for the current recipe if the new
+    text differs from it, and the contents of all."""
     paths = sorted(recipe.parent.glob(f"{recipe.name}.old*"))
     found = {path.name: path.read_bytes() for path in paths if path.is_file()}
     held = recipe.read_bytes() if recipe.is_file() else text
@@ -123,8 +124,8 @@ def deeper_config(config: FathomConfig, request: Request) -> FathomConfig:
 
 
 def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCausalLM:
-    """Put a model's weights under another configuration. New parameters are initialised as in training, with a fixed
-    seed."""
+    """Load a model's weights into a new model with another configuration. New parameters are initialised as in
+    training, with a fixed seed."""
     model, info = FathomForCausalLM.from_pretrained(
         None,
         config=config,
@@ -140,7 +141,8 @@ def deeper_model(base: FathomForCausalLM, config: FathomConfig) -> FathomForCaus
 
 @torch.no_grad()
 def written_deviation(opened: Opened, out: Path) -> float:
-    """The largest difference of a logit between the model and what was written, read back, on a short text."""
+    """The largest difference of a logit, on a short text, between the model and the written checkpoint when it is read
+    back."""
     again = open_decoder(out, read_config(out), dtype=opened.model.dtype).eval()
     ids = _sample(opened)
     logits = [model(input_ids=ids, use_cache=False).logits.float() for model in (opened.model, again)]
@@ -148,7 +150,7 @@ def written_deviation(opened: Opened, out: Path) -> float:
 
 
 def _sample(opened: Opened) -> Tensor:
-    """A short text, or random tokens of a model without a tokenizer."""
+    """The tokens of a short text, or random tokens if the model has no tokenizer."""
     config = opened.model.config
     if opened.tokenizer is None:
         draw = torch.Generator().manual_seed(0)

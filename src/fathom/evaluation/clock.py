@@ -9,7 +9,7 @@ import torch
 
 
 class Clock:
-    """CPU time of the thread if it does all the work, so that other load does not count; else wall time."""
+    """A clock of CPU time if one thread does all the work, so that other load does not count; else of wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

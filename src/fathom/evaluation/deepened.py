@@ -43,7 +43,7 @@ DECODED, PROMPT = 24, 48
 
 @dataclass
 class Effect:
-    """The deeper model's score minus another one's, and the verdict."""
+    """The deeper model's score minus another model's, and the verdict on this difference."""
 
     on: str
     metric: str
@@ -59,7 +59,7 @@ class Effect:
 
     @property
     def ends(self) -> str:
-        """The ends of the interval; empty without one."""
+        """The ends of the difference's interval as text; empty if there is no interval."""
         low, high = self.gap.low, self.gap.high
         return "" if low is None or high is None else f"{_signed(low)} to {_signed(high)}"
 
@@ -77,13 +77,13 @@ class Effect:
 
 
 def _signed(value: float) -> str:
-    """A difference with its sign; a small one with an exponent, as +0.0000 has none."""
+    """Format a difference with its sign; a small difference gets an exponent, because `+0.0000` would hide its size."""
     return f"{value:+.4f}" if abs(value) >= 0.0005 or value == 0 else f"{value:+.1e}"
 
 
 @dataclass
 class Speed:
-    """Seconds of a decoded token of the deeper model over the control's."""
+    """The decoding time per token of the deeper model divided by that of the control."""
 
     ratio: float
     low: float
@@ -92,7 +92,7 @@ class Speed:
     pairs: int
 
     def sentence(self, control: str) -> str:
-        """The time of a decoded token in words."""
+        """A sentence that compares the decoding time with the control's."""
         ends = f"95 % interval of the ratio {self.low:.2f} to {self.high:.2f}"
         if self.low <= 1 <= self.high:
             return f"Decoding: neither slower nor faster than {control} ({ends})."
@@ -127,7 +127,7 @@ def compare(checkpoints: Sequence[Checkpoint], out: Path | None = None) -> Deepe
 
 
 def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
-    """The differences on every text and task, with Holm's adjustment over them."""
+    """The differences between two models on every text and task, with Holm's adjustment over all of them."""
     found = []
     for row in rows({one.name: _judged(one) for one in (other, deeper)}):
         gap = row.differences.get(deeper.name)
@@ -142,13 +142,15 @@ def effects_of(deeper: Checkpoint, other: Checkpoint) -> list[Effect]:
 
 
 def _judged(checkpoint: Checkpoint) -> dict[tuple[str, str], Scored]:
-    """The scores that are judged: every text alone, and every task."""
+    """The scores that are judged: that of every single text and of every task, without the score of all texts
+    together."""
     found = checkpoint.scored().items()
     return {key: items for key, items in found if key[0] != WHOLE and key[1].split(",")[0] in JUDGED}
 
 
 def time_decoding(deeper: Checkpoint, control: Checkpoint) -> Speed | None:
-    """A decoded token's time on both models in turn, in the order A B B A; None if the interval has no bounds."""
+    """Time the decoding of a token on the two models in the order A B B A; None if the ratio's interval has no
+    bounds."""
     models = [checkpoint.open()[0] for checkpoint in (deeper, control)]
     clock = Clock(models[0].device)
     times: list[list[float]] = [[], []]

@@ -77,7 +77,7 @@ def open_lm(
 def run_task(
     lm: HFLM, name: str, settings: TaskSettings, task_data: Path | None = None, include: Path | None = None
 ) -> TaskResult:
-    """Score one task, group or tag.
+    """Score one task, group or tag of lm-eval.
 
     Args:
         lm: From `open_lm`.
@@ -137,7 +137,7 @@ def items_of(results: Iterable[TaskResult]) -> dict[tuple[str, str], Scored]:
 
 
 def tables(results: Iterable[Mapping[str, Any]]) -> str:
-    """lm-eval's own tables of the JSON of several tasks, as one."""
+    """lm-eval's own tables, made from the JSON of several tasks as if they had been run together."""
     from lm_eval.utils import make_table
 
     keys = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
@@ -191,7 +191,7 @@ def _whole(parts: list[Items], reported: float) -> Scored | None:
 
 
 def _pooled_clusters(parts: list[Items]) -> list[object] | None:
-    """The clusters of several tasks' items, each task's apart."""
+    """The clusters of the items of several tasks; items of different tasks are never in one cluster."""
     if all(part.clusters is None for part in parts):
         return None
     return [

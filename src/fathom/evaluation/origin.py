@@ -39,7 +39,7 @@ def runs_between(base: Path, new: Path) -> list[RunBetween]:
 
 
 def _run_of(place: Path) -> Path | None:
-    """The run that a model directory, a run or one of its checkpoints belongs to."""
+    """The run directory that a path belongs to, where the path is a model directory, a run or a run's checkpoint."""
     for one in (place, place.parent):
         found = run_and_step(one)
         if found is not None:

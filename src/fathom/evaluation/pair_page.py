@@ -21,7 +21,7 @@ MARKS = {True: "right", False: "wrong"}
 
 
 def score_table(report: PairReport) -> PlainTable:
-    """Every number of both models, which are called by their names."""
+    """The table of all scores of both models, with the models' names as column titles."""
     made = []
     for name, text in report.texts.items():
         gap = f"{text.difference.value:+.4f}"
@@ -49,7 +49,7 @@ def asked_words(report: PairReport) -> list[str]:
 
 
 def show(report: PairReport, out: Path | None) -> None:
-    """The table, the verdict, and the path of the page."""
+    """Print the table of scores, the verdict, and the path of the page."""
     for words in asked_words(report):
         print(words)
     print_report([score_table(report)], report.verdict, out and out / PAGE)
@@ -93,7 +93,7 @@ def reading(report: PairReport) -> list[str]:
 
 
 def _right_answers(report: PairReport) -> list[Markup]:
-    """Shares of right answers and the score of guessing, one figure for each benchmark."""
+    """One figure for each benchmark, with the models' shares of right answers and the score of guessing."""
     pictures = []
     names = [report.base.name, report.new.name]
     for benchmark, guess in report.guessing.items():
@@ -144,7 +144,7 @@ RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "learning rate", "loss, first 
 
 
 def run_rows(report: PairReport) -> list[list[str]]:
-    """The runs from the base to the new model."""
+    """Table rows of the training runs that lead from the base to the new model."""
     return [
         [
             one.run + (f", adapters of rank {one.adapters}" if one.adapters else ""),
@@ -158,7 +158,8 @@ def run_rows(report: PairReport) -> list[list[str]]:
 
 
 def _reads(one: RunBetween) -> str:
-    """The shares of each phase; the epochs of a collection are given once, at its first phase."""
+    """A run's training data in words: the shares of each phase; a collection's epochs are given once, at its first
+    phase."""
     named: set[str] = set()
     phases = []
     for start, shares in (("", one.data), *((f"from step {x.step:,} ", x.data) for x in one.later)):

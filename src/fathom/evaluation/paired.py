@@ -51,7 +51,7 @@ class Items:
         return math.exp(min(mean, 700)) if self.log else mean
 
     def pairs_with(self, other: Items) -> bool:
-        """Whether both weigh the same documents alike."""
+        """Whether both scores have equally many documents with the same weights, so that they can be paired."""
         return len(self.values) == len(other.values) and _weights(self).tolist() == _weights(other).tolist()
 
 
@@ -60,7 +60,8 @@ AGGREGATIONS = ("mean", "perplexity", "weighted_perplexity", "bits_per_byte")
 
 
 def aggregated(values: Sequence[Any], aggregation: str) -> Items | None:
-    """A metric's values of each document as items; None for an aggregation that is no mean."""
+    """The per-document values of a metric as `Items`; None if lm-eval aggregates the metric by anything but a mean or a
+    perplexity."""
     if aggregation == "mean":
         return Items([float(value) for value in values])
     if aggregation == "perplexity":

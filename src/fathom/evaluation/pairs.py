@@ -39,7 +39,7 @@ EXAMPLES = 8
 
 @dataclass(frozen=True)
 class Quizzed:
-    """A question of a benchmark with choices."""
+    """A multiple-choice question of a benchmark."""
 
     id: str
     question: str
@@ -50,8 +50,8 @@ class Quizzed:
 
 
 def read_benchmarks(directory: Path) -> dict[str, list[Quizzed | None]]:
-    """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty. A row
-    that is not a question with a correct choice is None."""
+    """The questions of every file `NAME.jsonl` of a directory, with the fields `question`, `choices`, `answer` and, if
+    known, `dirty` (contaminated). A row that is not a question with a correct choice is None."""
     if not directory.is_dir():
         raise SettingsError(f"benchmark={directory}: {'a file' if directory.exists() else 'no such directory'}")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
@@ -69,7 +69,8 @@ def left_out(directory: Path, name: str) -> dict[str, int]:
 def chosen(
     rows: Sequence[Quizzed | None], limit: int | None = None, absent: Mapping[str, int] | None = None
 ) -> tuple[list[Quizzed], Asking]:
-    """The questions of a benchmark to ask: each once, and `limit` of them at random, in the benchmark's order.
+    """The questions of a benchmark to ask: without duplicates, at most `limit` of them drawn at random, in the
+    benchmark's order.
 
     Args:
         rows: The rows of its file.
@@ -113,7 +114,7 @@ def _asked(path: Path) -> Iterator[Quizzed | None]:
 
 
 def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
-    """The questions for lm-eval: by `letter`, `shuffled` letter or `text`."""
+    """The questions as documents for lm-eval, to be answered by `letter`, by `shuffled` letter or by option `text`."""
     rows = []
     for item in items:
         if way == "text":
@@ -223,7 +224,8 @@ def _right(one: Checkpoint, task: str, metric: str = "acc") -> list[bool]:
 
 
 def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -> list[ExampleRow]:
-    """The first questions that are not known to be contaminated, with each model's result by option text."""
+    """The first questions that are not known to be contaminated, with whether each model answers them correctly by
+    option text."""
     base, new = (_right(one, task) for one in pair)
     clean = [number for number, item in enumerate(items) if not item.dirty]
     return [
@@ -240,7 +242,8 @@ def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -
 def count_answers(
     benchmark: str, way: str, items: Sequence[Quizzed], base: Sequence[bool], new: Sequence[bool]
 ) -> list[Answered]:
-    """All questions together, and the uncontaminated and contaminated ones if both exist."""
+    """Count right answers over all questions, and separately over uncontaminated and contaminated questions if both
+    exist."""
     rows = list(zip(items, base, new, strict=True))
     split = {word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}
     parts = {"all": rows, **(split if split["dirty"] else {})}  # without contaminated questions, all are clean
@@ -272,7 +275,8 @@ def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
 
 
 def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
-    """Bits per byte of both on the same documents, and the difference by paired bootstrap, if there are enough."""
+    """The bits per byte of both models on the same documents, and their difference, with a paired-bootstrap interval if
+    there are enough documents."""
     bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
     gap = bootstrap_ratio(bits, base.bytes)
     low, high = (gap.low, gap.high) if len(bits) >= LEAST_DOCUMENTS else (None, None)

@@ -49,7 +49,7 @@ WHOLE = "A text file is one document; `fathom prepare` divides one, and its dire
 
 
 class Passage(NamedTuple):
-    """A text, or its tokens by the tokenizer of the shards it comes from."""
+    """A document: its text, or its token ids if it comes from prepared shards."""
 
     text: str | None
     ids: np.ndarray | None
@@ -69,7 +69,8 @@ class Domain:
 
 
 class Window(NamedTuple):
-    """Inputs `start` to `stop` of a sequence; they predict the tokens after `scored` up to and including `stop`."""
+    """A window of a sequence: the inputs from `start` to `stop`, which predict the tokens after `scored` up to and
+    including `stop`."""
 
     start: int
     scored: int
@@ -125,7 +126,7 @@ class DomainScore:
         return sum(self.nats) / math.log(2) / sum(self.bytes)
 
     def items(self) -> dict[str, Items]:
-        """The contribution of each document to both scores."""
+        """The contribution of each document to the bits per byte and to the perplexity."""
         bits = [nats / math.log(2) for nats in self.nats]
         return {
             "bits_per_byte": Items(bits, self.bytes, self.clusters),
@@ -270,7 +271,8 @@ def score(
 
 
 def sampled(tokens: Sequence[int], cut: Cut) -> list[tuple[int, Window]]:
-    """(document, window) drawn at random, the same ones every time, until `SAMPLE` tokens and `WINDOWS` are reached.
+    """Pairs (document, window) drawn at random, but the same in every call, until there are `SAMPLE` tokens and
+    `WINDOWS` windows.
 
     Args:
         tokens: How many each document has.
@@ -294,7 +296,8 @@ def read_sample(
     tokens: Sequence[int],
     cut: Cut,
 ) -> Sample | None:
-    """A sample of what `score` reads, in parallel and by decoding; None for a model whose passes need no rounds."""
+    """The losses on a sample of the text, read in parallel and by token-by-token decoding; None for a model without
+    Jacobi rounds."""
     encode, begin, rows = encoder(tokenizer, domain), beginning(tokenizer), []
     for number, window in sampled(tokens, cut):
         ids = _ids(model, begin, encode(domain.documents[number]))
@@ -339,7 +342,8 @@ class _Forward:
     def __call__(
         self, jobs: Sequence[tuple[np.ndarray, int]], made: list[torch.Tensor]
     ) -> Iterator[tuple[np.ndarray, float]]:
-        """For every (ids, n): the losses of the last n ids, and the iterations to predict them, from `made`."""
+        """For every (ids, n): the losses of the last n ids, and the summed loop iterations that predicted them, taken
+        from `made`."""
         done = 0
         while done < len(jobs):
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
@@ -382,7 +386,7 @@ class _Forward:
 
 
 def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]) -> Iterator[float]:
-    """For every (ids, n): the iterations of the n predicting tokens."""
+    """For every (ids, n): the summed loop iterations of the n tokens that make the predictions."""
     for row, (ids, count) in enumerate(batch):
         found = made[-1] if made else torch.zeros(())
         stop = len(ids) - 1

@@ -17,7 +17,7 @@ WHOLE = "all text"
 
 @dataclass
 class ScoreGap:
-    """A checkpoint's score relative to the first one's, paired over items: a `difference`, or a `ratio` of
+    """A checkpoint's score relative to the first checkpoint's, paired over items: a `difference`, or a `ratio` of
     perplexities."""
 
     kind: str
@@ -37,7 +37,7 @@ class ScoreGap:
         return self.p_holm is not None and self.p_holm < 1 - self.confidence
 
     def __str__(self) -> str:
-        """The gap with its interval, and an asterisk if it is significant."""
+        """The difference or ratio with its interval, and an asterisk if it is significant."""
         form = "×{:.4f}" if self.kind == "ratio" else "{:+.4f}"
         if self.low is None:
             return form.format(self.value)
@@ -47,7 +47,7 @@ class ScoreGap:
 
 @dataclass
 class ScoreRow:
-    """One task and metric: scores by checkpoint, and gaps of all but the first."""
+    """One task and metric: the score of each checkpoint, and the difference of each later checkpoint from the first."""
 
     task: str
     metric: str
@@ -57,7 +57,7 @@ class ScoreRow:
 
 @dataclass
 class PlaceLoss:
-    """Loss of tokens predicted from `from` to `to` tokens of context."""
+    """The mean loss of the tokens that were predicted from a context of `from` to `to` tokens."""
 
     from_: int
     to: int
@@ -84,7 +84,7 @@ class TextScore:
 
 @dataclass
 class CheckpointScores:
-    """One checkpoint: lm-eval's JSON by task, why tasks failed, and its text scores."""
+    """The results of one checkpoint: lm-eval's JSON by task, why tasks failed, and the text scores."""
 
     directory: str
     max_trips: int | None
@@ -96,7 +96,7 @@ class CheckpointScores:
 
     @property
     def text(self) -> str:
-        """All texts together, or the only one."""
+        """The name of the score over all texts together, or of the only text's score."""
         return WHOLE if WHOLE in self.perplexity else next(iter(self.perplexity))
 
 
@@ -141,7 +141,7 @@ class TextPair:
 
     @property
     def interval(self) -> str:
-        """The interval of the difference; with too few documents, their number and the minimum."""
+        """The interval of the difference as text; with too few documents, their number and the number needed."""
         low, high = self.difference.low, self.difference.high
         if low is None or high is None:
             return f"no interval: documents {self.documents}, needed {LEAST_DOCUMENTS}"
@@ -175,7 +175,7 @@ class Answered:
 
 @dataclass
 class NamedModel:
-    """A model and where it is."""
+    """The name of a model and its directory."""
 
     name: str
     directory: str
@@ -183,7 +183,7 @@ class NamedModel:
 
 @dataclass
 class ExampleRow:
-    """A question, and whether base and new answer it correctly."""
+    """A question, and whether the base and the new model answer it correctly."""
 
     question: str
     answer: str
@@ -193,7 +193,7 @@ class ExampleRow:
 
 @dataclass
 class PhaseShares:
-    """Shares by collection, and the step from which they hold."""
+    """The shares of a mixture by collection, and the step from which they apply."""
 
     step: int
     data: dict[str, float]
@@ -201,7 +201,7 @@ class PhaseShares:
 
 @dataclass
 class RunBetween:
-    """A training run between a base and a new model; None for what its directory does not hold."""
+    """A training run between a base and a new model; values that the run's directory does not record are None."""
 
     run: str
     data: dict[str, float]
@@ -231,7 +231,7 @@ class Asking:
     """Whether contamination was checked."""
 
     def __str__(self) -> str:
-        """The counts as the end of a sentence."""
+        """The counts of asked and skipped questions, as the end of a sentence."""
         left = ", ".join(f"{count:,} {why}" for why, count in self.skipped.items())
         drawn = " drawn at random" if "not drawn" in self.skipped else ""
         skipped = f"; skipped: {left}" if left else ""

@@ -36,7 +36,7 @@ Question: TypeAlias = tuple[object, object]
 
 @dataclass(frozen=True)
 class Answer:
-    """The part of a question's row that is kept, whose texts may be long."""
+    """The part of a logged sample that is kept in memory, without its long texts."""
 
     values: Mapping[str, Any]
     """Values by metric."""
@@ -46,7 +46,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Logged:
-    """One task of a run under one filter: its questions, and lm-eval's own numbers."""
+    """One task of a run under one filter: the answers by question, and the numbers that lm-eval reported."""
 
     answers: Mapping[Question, Answer]
     reported: Mapping[str, Any]
@@ -102,7 +102,7 @@ def compare_samples(folders: Sequence[str | Path], cluster: str = CLUSTER) -> Sa
 
 
 def _named(folders: Sequence[str | Path]) -> dict[str, Path]:
-    """`[NAME=]FOLDER` by name; by default the name of the folder."""
+    """Parse `[NAME=]FOLDER` entries into folders by name; by default a folder's own name is used."""
     made: dict[str, Path] = {}
     for entry in map(str, folders):
         name, equals, path = entry.partition("=")
@@ -117,7 +117,7 @@ def _named(folders: Sequence[str | Path]) -> dict[str, Path]:
 
 
 def read(folder: Path, cluster: str = CLUSTER) -> Tasks:
-    """The questions of a run; of a task that was run several times, the last.
+    """Read the answers of a run by task; if a task was run several times, its last answers.
 
     Args:
         folder: Where lm-eval wrote one model's files, or a folder above it.
@@ -144,7 +144,7 @@ def read(folder: Path, cluster: str = CLUSTER) -> Tasks:
 
 
 def _results(folder: Path, date: str) -> dict[str, Any]:
-    """lm-eval's results of a date, whatever the file is called; empty if it is not there."""
+    """lm-eval's results of a date, whatever their file's name begins with; empty if there is no such file."""
     for path in sorted(folder.glob(f"*_{date}.json")):
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -156,13 +156,13 @@ def _results(folder: Path, date: str) -> dict[str, Any]:
 
 
 def _within(values: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under a key; an empty one if there is none."""
+    """The JSON object under a key; an empty object if the key is missing or has another type."""
     found = values.get(key)
     return found if isinstance(found, dict) else {}
 
 
 def _answers(path: Path, cluster: str) -> dict[str, dict[Question, Answer]]:
-    """The questions of a file, by filter."""
+    """Read the answers in a file of samples, by filter and question."""
     made: dict[str, dict[Question, Answer]] = {}
     for number, row in enumerate(json_rows(path), 1):
         if not isinstance(row.get("doc_id"), int | str):
@@ -195,7 +195,7 @@ def _common(task: str, logged: Mapping[str, Logged], notes: list[str]) -> list[Q
 
 
 def _metrics(task: str, logged: Sequence[Logged], notes: list[str]) -> list[str]:
-    """The metrics that every run has of every question."""
+    """The metrics for which every run has a value of every question."""
     answers = [answer for one in logged for answer in one.answers.values()]
     named = dict.fromkeys(metric for answer in answers for metric in answer.values)
     whole = [metric for metric in named if all(metric in answer.values for answer in answers)]
@@ -204,7 +204,8 @@ def _metrics(task: str, logged: Sequence[Logged], notes: list[str]) -> list[str]
 
 
 def _way(logged: Sequence[Logged], metric: str, chosen: str) -> tuple[str | None, str]:
-    """How the values of a metric add up in every run to the number that lm-eval reported, or why that is not known.
+    """The aggregation that reproduces lm-eval's reported number from a metric's values in every run, or why it is not
+    known.
 
     Without lm-eval's numbers only shares of right answers are shown: what lies between 0 and 1 is a mean.
     """
@@ -239,7 +240,7 @@ def _items(answers: Sequence[Answer], metric: str, way: str) -> Items:
 
 
 def show(report: SamplesReport) -> None:
-    """The table and how to read it."""
+    """Print the table of scores, and notes on how to read it."""
     from rich.console import Console
 
     Console(highlight=False, width=line_width()).print(

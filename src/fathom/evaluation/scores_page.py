@@ -21,7 +21,7 @@ ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows
 
 
 def page(report: ScoresReport, source: Provenance, effects: Sequence[str] = ()) -> str:
-    """The whole report; `effects` of a mechanism stand in place of the verdict."""
+    """The whole report as a page; the `effects` of a mechanism, if given, replace the verdict."""
     scores = html.table(*score_table(list(report.checkpoints), report.rows))
     names = list(report.checkpoints)
     title = f"{names[1]} against {names[0]} and {names[2]}" if effects else f"Scores of {', '.join(names)}"
@@ -35,7 +35,7 @@ def page(report: ScoresReport, source: Provenance, effects: Sequence[str] = ()) 
 
 
 def _better(report: ScoresReport) -> Iterator[str]:
-    """Which way is better, if text was scored."""
+    """A note that lower is better, if text was scored."""
     if any(row.metric in ("bits_per_byte", "perplexity") for row in report.rows):
         yield "Fewer bits per byte and a lower perplexity are better."
 
@@ -53,7 +53,7 @@ def verdict(report: ScoresReport) -> str:
 
 
 def _whole_text(report: ScoresReport, first: str) -> Iterator[str]:
-    """Each difference in bits per byte, over all text."""
+    """A sentence for each later checkpoint's difference from the first in bits per byte, over all text."""
     entry = report.checkpoints[first]
     rows = [row for row in report.rows if entry.perplexity and (row.task, row.metric) == (entry.text, "bits_per_byte")]
     for name, gap in ((name, gap) for row in rows for name, gap in row.differences.items()):
@@ -61,7 +61,7 @@ def _whole_text(report: ScoresReport, first: str) -> Iterator[str]:
 
 
 def _significant(report: ScoresReport, first: str) -> str:
-    """How many differences are significant, of those that have an interval."""
+    """A sentence on how many of the differences with an interval are significant."""
     tested = [gap for gap in report.gaps() if gap.low is not None]
     if not list(report.gaps()):
         return f"No difference from {first} could be paired, so there is no interval and no test."
@@ -72,7 +72,7 @@ def _significant(report: ScoresReport, first: str) -> str:
 
 
 def interval_notes(rows: Sequence[ScoreRow]) -> Iterator[str]:
-    """How to read the intervals, where there are some: too few documents give none."""
+    """Notes on how to read the intervals, and on differences without an interval because of too few documents."""
     gaps = [gap for row in rows for gap in row.differences.values()]
     if any(gap.low is not None for gap in gaps):
         yield INTERVALS
@@ -93,7 +93,8 @@ def notes(report: ScoresReport) -> Iterator[str]:
 
 
 def score_table(names: Sequence[str], shown: Sequence[ScoreRow]) -> PlainTable:
-    """Some rows; an asterisk marks differences that are significant after Holm's adjustment over all of them."""
+    """The table of the given rows; an asterisk marks differences that are significant after Holm's adjustment over all
+    differences."""
     cells = []
     for row in shown:
         values = [_number(row.scores.get(name)) for name in names]
@@ -111,7 +112,7 @@ def _number(value: float | None) -> str:
 
 
 def context_table(report: ScoresReport) -> PlainTable:
-    """The loss by context length; without rows where no text was scored."""
+    """The table of the loss by context length; it has no rows if no text was scored."""
     columns, rows = {}, []
     for name, entry in report.checkpoints.items():
         places = entry.perplexity[entry.text].by_context if entry.perplexity else []

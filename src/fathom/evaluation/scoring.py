@@ -56,7 +56,7 @@ Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 
 @dataclass(frozen=True)
 class EvaluationSettings(Opening):
-    """The tasks and texts, and how checkpoints are opened."""
+    """The settings of an evaluation: the tasks and texts, and how checkpoints are opened."""
 
     tasks: str | None = None
     """lm-eval's tasks, groups and tags, comma-separated; * is a wildcard; `choice:FILE` and `cloze:FILE` are yours."""
@@ -116,14 +116,14 @@ class EvaluationSettings(Opening):
             require_folder(self.out, "an evaluation")
 
     def texts(self) -> list[Domain]:
-        """The texts in `perplexity`, by domain."""
+        """The texts that the setting `perplexity` names, by domain."""
         reading = Reading(text_field=self.text_field, domain_field=self.domain_field)
         return read_domains(self.perplexity, reading, self.split, self.limit) if self.perplexity else []
 
 
 @dataclass
 class Checkpoint:
-    """A model directory, opened only if something is left to compute."""
+    """A model directory to score, with its scores; the model is opened only if something is left to compute."""
 
     name: str
     directory: Path
@@ -168,7 +168,7 @@ class Checkpoint:
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
     def key(self, settings: EvaluationSettings) -> dict[str, object]:
-        """The key of this checkpoint's results: everything that they depend on."""
+        """The key under which this checkpoint's results are stored: everything that the results depend on."""
         trips = {} if self.max_trips is None else {"max_trips": self.max_trips}
         cache = {} if self.cache is None else {"kvcache": asdict(self.cache)}
         return {"checkpoint": self.fingerprint(), "dtype": settings.numbers, **trips, **cache}
@@ -219,7 +219,7 @@ def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tupl
 
 
 def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings) -> list[Checkpoint]:
-    """`[NAME=]PATH` as checkpoints; by default the name of the directory."""
+    """Parse `[NAME=]PATH` entries into checkpoints; by default a checkpoint has its directory's name."""
     made: list[Checkpoint] = []
     for entry in map(str, entries):
         name, equals, path = entry.partition("=")
@@ -237,7 +237,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings
 
 
 def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[Checkpoint]:
-    """Each checkpoint once for every limit on trips in `1,2,3`."""
+    """A copy of each checkpoint for each limit on loop iterations in a list such as `1,2,3`."""
     if words is None:
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
@@ -251,7 +251,7 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 
 def under_caches(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> list[Checkpoint]:
-    """Each checkpoint once for every cache in `full,snapkv`."""
+    """A copy of each checkpoint for each cache method in a list such as `full,snapkv`."""
     options = CacheOptions.of(settings)
     if settings.kvcache is None:
         for name, value in options.given().items():
@@ -310,7 +310,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
 
 
 def show(report: ScoresReport, out: Path | None = None) -> None:
-    """lm-eval's tables, then one for all checkpoints, and the path of the page."""
+    """Print lm-eval's tables, then one table for all checkpoints, and the path of the page."""
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
@@ -384,7 +384,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> Ta
 
 
 def _score_text(checkpoint: Checkpoint, domain: Domain, context: int, settings: EvaluationSettings) -> None:
-    """Score a domain, and decode a part of it if the model reads in rounds."""
+    """Score a domain of text; if the model reads in Jacobi rounds, also decode a part of the text token by token."""
     text, cut = hashlib.sha256(), Cut(context, settings.stride)
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
@@ -468,7 +468,7 @@ def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
 
 
 def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
-    """The score of each text and, for models that read in rounds, the gap to decoding."""
+    """The score of each text and, for models that read in Jacobi rounds, the gap to token-by-token decoding."""
     found = {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()}
     gaps = {name: gap_of([sample]) for name, sample in checkpoint.samples.items()}
     if WHOLE in found and checkpoint.samples:
@@ -480,7 +480,8 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
 
 
 def _by_trips(report: ScoresReport) -> Table:
-    """The loss of each recurrent model and text, the iterations, and the gap to decoding."""
+    """The table of recurrent models: for each model and text the loss, the loop iterations, and the gap to
+    token-by-token decoding."""
     lines, solved = [], False
     for name, text, score in report.texts():
         if score.trips_per_token is None:

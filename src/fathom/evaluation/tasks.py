@@ -55,7 +55,8 @@ def task_manager(include: Path | None = None, named: bool = True) -> TaskManager
 
 
 def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
-    """Names of tasks, groups and tags, `*` allowed, and `choice:FILE` or `cloze:FILE`; each is one unit of work."""
+    """The requested tasks: names of tasks, groups and tags, with `*` resolved, and `choice:FILE` or `cloze:FILE`; each
+    is one unit of work."""
     names: list[str] = []
     for word in words:
         if file_task(word):
@@ -133,7 +134,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
 
 
 def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
-    """An error message about a missing part of a generic task's document."""
+    """An error message about what a document of a `choice:` or `cloze:` task lacks; None if it is complete."""
     text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
     if not isinstance(row.get(text), str):
         return f"needs `{text}`, a text"
@@ -149,7 +150,7 @@ def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
 
 @contextmanager
 def _only_present(manager: TaskManager, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Reduce a group to those of its tasks that have data here, if there are any."""
+    """Within a `with` block, reduce a group to those of its tasks that have data in the folder, if any has."""
     index = manager.task_index
     entry = index[name]
     members: Any = (entry.cfg or {}).get("task")
@@ -187,7 +188,7 @@ def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
 
 
 def _fill(task: Task, folder: Path, notes: list[str]) -> None:
-    """Give a task its documents, and set the splits that are available."""
+    """Give an lm-eval task its documents from a folder, and set the splits that are available."""
     from datasets import Dataset
 
     config = task.config
@@ -221,7 +222,7 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
 
 
 def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
-    """Files by split, or one file under "" for whatever split is asked for."""
+    """A task's data files by split, or under an empty name one file that serves every split."""
     name, subset = config["task"], config.get("dataset_name")
     base = str(config.get("dataset_path") or "").rsplit("/", 1)[-1]
     if subset and (single := _files(folder / base, subset)):
@@ -236,7 +237,8 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def _files(directory: Path, name: str, others: bool = False) -> list[Path]:
-    """`NAME.jsonl`, compressed or not; with `others` also `wiki.NAME.raw` and `NAME_500.jsonl`."""
+    """The files of a directory called `NAME.jsonl`, compressed or not; with `others` also `wiki.NAME.raw` and
+    `NAME_500.jsonl`."""
     if not directory.is_dir():
         return []
     start = rf"(wiki\.)?{re.escape(name)}(?![a-z])" if others else re.escape(name) + r"\."

@@ -40,7 +40,7 @@ def make_prompts(
     count: int,
 ) -> tuple[list[Prompt], dict[str, str]]:
     """`count` questions, spread evenly over tasks, places of the question and numbers of compressions; and the tasks
-    that do not fit.
+    that are left out because their prompts do not fit.
 
     Args:
         frame: The tokenizer and its template.
@@ -75,7 +75,8 @@ def _prompt(frame: Frame, schedule: Schedule, cell: Cell, texts: Sequence[str], 
 
 
 def batches(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
-    """Batches of prompts that can be read together: they have the same cell and the same length."""
+    """Batches of prompts that can be read together: they have the same length and the same task, question place and
+    compressions."""
     for _, group in groupby(prompts, key=lambda prompt: (prompt.cell, len(prompt.ids), len(prompt.wanted))):
         rows = list(group)
         size = max(1, BATCH_TOKENS // len(rows[0].ids))
@@ -120,7 +121,8 @@ def answer(
 def _forced(
     model: PreTrainedModel, cache: Cache, last: Tensor, wanted: Tensor
 ) -> tuple[list[float], Sequence[float | None]]:
-    """Whether each answer `[B, n]` is the likeliest, token by token, and its nats per token."""
+    """Whether every token of each expected answer `[B, n]` is the model's likeliest token, and the answer's loss in
+    nats per token."""
     logits = [last[:, -1:]]
     if wanted.shape[1] > 1:
         logits += [out for _, out in read(model, wanted[:, :-1], cache)]
@@ -159,7 +161,7 @@ def _ends(model: PreTrainedModel) -> list[int]:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, row: Tensor, ends: Tensor) -> tuple[str, bool]:
-    """A continuation up to its end token, and whether it has one."""
+    """The text of a continuation up to its end token, and whether the continuation has an end token."""
     over = torch.isin(row, ends).nonzero()
     stop = int(over[0]) if len(over) else len(row)
     return str(tokenizer.decode(row[:stop].tolist())), bool(len(over))

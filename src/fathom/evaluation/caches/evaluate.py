@@ -102,7 +102,7 @@ class Asked:
         return cache_policy(method, config.get("kvcache"), self.options if meant else replace(self.options, ratio=None))
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
-        """The schedule by which compressions and windows are counted, for every cache alike."""
+        """The schedule by which the compressions and windows of all caches are counted."""
         compressed = [method for method in self.methods if base(method) in METHODS] or ["freqkv"]
         with_ratio = (method for method in compressed if METHODS[base(method)].has_ratio)
         policy = self.policy(checkpoint, next(with_ratio, compressed[0]))
@@ -179,7 +179,8 @@ def ask(
 
 
 def _counts(words: str, suffix: str, refusal: str) -> tuple[int, ...]:
-    """Whole numbers above zero, comma between, each with or without a suffix: each once, in order."""
+    """Parse comma-separated positive integers, each with or without a suffix; returns them in order and without
+    duplicates."""
     found = [word.strip().removesuffix(suffix) for word in words.split(",")]
     if not all(word.isdigit() and int(word) for word in found):
         raise SettingsError(refusal)
@@ -187,7 +188,7 @@ def _counts(words: str, suffix: str, refusal: str) -> tuple[int, ...]:
 
 
 class Evaluation:
-    """One checkpoint with every cache; finished parts are stored."""
+    """The evaluation of one checkpoint with every cache; finished parts are stored."""
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class Evaluation:
         return CacheRow(nats, recall, chance, answers, loads)
 
     def _losses(self, method: str, policy: Policy) -> list[list[float]]:
-        """The summed loss of each document over stretches of positions."""
+        """The loss of each document, summed over segments of consecutive positions."""
         model, _ = self.checkpoint.open()
         by_document: list[list[float]] = []
         with ProgressBar(f"{self.checkpoint.name}: {method}, loss", len(self.texts)) as bar:
@@ -292,7 +293,7 @@ class Evaluation:
             return recall(score, _counted(batches, bar), self.needles, self.schedule, max(self.asked.compressions))
 
     def _answers(self, method: str, policy: Policy) -> list[Answer]:
-        """Answers to the text questions, in order."""
+        """The answers of one cache to all questions that are text, in order."""
         # A full cache gives the same answers under every schedule. It also is the reference, so it always answers.
         key = {**self.questions, "policy": {"method": method} if base(method) in WHOLE else asdict(policy)}
         found: list[Answer] = []
@@ -302,7 +303,7 @@ class Evaluation:
         return found
 
     def _answered(self, name: str, policy: Policy, prompts: Sequence[Prompt]) -> list[Answer]:
-        """Answers to the questions of a task."""
+        """The answers of one cache to the questions of one task."""
         model, tokenizer = self.checkpoint.open()
         new, survivors, parts = partial(self._new, policy), self.schedule.survivors, list(batches(prompts))
         with ProgressBar(f"{self.checkpoint.name}: {name}", len(parts)) as bar:
@@ -310,7 +311,7 @@ class Evaluation:
             return list(chain.from_iterable(found))
 
     def _loads(self, policy: Policy) -> list[Load]:
-        """Bytes and speed at every length."""
+        """The bytes and the speed of one cache at every text length."""
         model, _ = self.checkpoint.open()
         decode = _decoded(self.schedule, self.lengths)
         generator = torch.Generator().manual_seed(0)
@@ -320,7 +321,7 @@ class Evaluation:
             return list(_counted(loads(model, self.usable[draw], new, self.lengths, decode, self.width), bar))
 
     def _spectrum(self) -> Spectrum:
-        """Shares of energy, or the reason why there are none."""
+        """The spectrum of the keys and values (shares of energy), or the reason why there is none."""
         model, _ = self.checkpoint.open()
         rows = max(1, READ_AT_ONCE // self.schedule.window)
         generator = torch.Generator().manual_seed(0)
@@ -331,7 +332,8 @@ class Evaluation:
             return Spectrum(left_out=str(error))
 
     def _planted(self, needles: Needles, task: tuple[int, bool]) -> list[Rows]:
-        """Batches of texts with the task's share of the questions; a batch is cut after its last question."""
+        """Batches of texts with planted token needles and the questions of one needle task; a batch is cut after its
+        last question."""
         count, early = task
         batch = max(1, READ_AT_ONCE // self.size)
 
@@ -376,7 +378,7 @@ def _counted(parts: Iterable[T], bar: ProgressBar) -> Iterator[T]:
 
 @torch.no_grad()
 def _speed(model: PreTrainedModel, usable: Tensor, width: int) -> tuple[float, float]:
-    """Seconds for a token that is read with others, and for a step of decoding, by a short trial."""
+    """Seconds per token of the prompt (prefill) and per step of decoding, measured in a short trial."""
     ids = usable[torch.arange(2 * width + 3) % len(usable)].unsqueeze(0)
     cache, clock = build_cache(model, "full"), Clock(model.device)
     pieces = ids.split([width, width, 1, 1, 1], dim=1)
@@ -385,13 +387,13 @@ def _speed(model: PreTrainedModel, usable: Tensor, width: int) -> tuple[float, f
 
 
 def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
-    """Number of tokens to decode, so that a compression is among them at every length."""
+    """The number of tokens to decode, large enough that a compression happens among them at every text length."""
     waits = [schedule.window - schedule.entries(length) + 1 for length in lengths]
     return max(min(DECODED, schedule.freed), *waits)
 
 
 def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
-    """The first tokens, at least `length` and at most `most`, of each document that is long enough, `[1, T]`."""
+    """The first tokens `[1, T]`, at most `most`, of each document that has at least `length` tokens."""
     _, tokenizer = checkpoint.open()
     found, longest = [], 0
     for domain in domains:
@@ -409,7 +411,8 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
 
 
 def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, generator: torch.Generator) -> Tensor:
-    """`[batch, size]`: stretches of the texts, or single tokens of the vocabulary where no text is long enough."""
+    """Token ids `[batch, size]`: random passages of the texts, or random tokens of the vocabulary if no text is long
+    enough."""
     long = [text[0] for text in texts if text.shape[1] >= size]
     if not long:
         return usable[torch.randint(0, len(usable), (batch, size), generator=generator)]

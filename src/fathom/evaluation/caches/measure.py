@@ -54,7 +54,8 @@ def read(
 
 
 def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
-    """A `Scorer` for `needles.recall`: ids `[B, T]` and n tokens to the logits of these tokens, `[B, T, n]`."""
+    """Make a `Scorer` for `needles.recall`, which maps ids `[B, T]` and n candidate tokens to the candidates' logits
+    `[B, T, n]`."""
 
     def score(ids: Tensor, tokens: Tensor) -> Tensor:
         tokens = tokens.to(model.device)
@@ -65,7 +66,7 @@ def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> C
 
 
 def losses(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int = CHUNK) -> np.ndarray:
-    """Nats of every predicted token of texts `[B, T]`: `[B, T - 1]`."""
+    """The loss in nats of every predicted token of texts `[B, T]`, as an array `[B, T - 1]`."""
     found, start = [], 0
     targets = ids.to(model.device)
     for piece, logits in read(model, ids, cache, width=width):
@@ -77,7 +78,7 @@ def losses(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int = CHUNK
 
 
 def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
-    """Sums over stretches of `width` positions, row by row; a last short one is left out."""
+    """The sums of each sequence's losses over segments of `width` positions; a shorter last segment is left out."""
     rows, count = nats.shape[0], nats.shape[1] // width
     return nats[:, : count * width].reshape(rows, count, width).sum(2).tolist()
 
@@ -108,13 +109,14 @@ def loads(
 
 
 def consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> None:
-    """Read a text, and nothing else."""
+    """Run the model over a text to fill the cache, and discard the logits."""
     for _ in read(model, ids, cache, keep=1, width=width):
         pass
 
 
 class Peak:
-    """Peak memory from now on, above what is in use now: of the device, or of this process on Linux."""
+    """Measures peak memory from its creation on, above the memory in use then: that of the GPU, or of this process on
+    Linux."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.device: torch.device = model.device
@@ -131,7 +133,7 @@ class Peak:
             self.before = _status("VmRSS")
 
     def bytes(self) -> int | None:
-        """Bytes of the peak so far."""
+        """The peak memory so far, in bytes above the memory in use at the start."""
         if self.before is None:
             return None
         return (torch.cuda.max_memory_allocated(self.device) if self.cuda else _status("VmHWM")) - self.before

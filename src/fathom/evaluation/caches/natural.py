@@ -23,7 +23,8 @@ TASKS = ("one", "several", "lookalike")
 
 
 def sentences(texts: Sequence[str], draw: random.Random) -> Iterator[str]:
-    """Sentences without end: those of a random text from a random one on, then those of another text."""
+    """An endless supply of sentences: those of a random text from a random sentence on, then those of another random
+    text."""
     while True:
         found = [part for part in re.split(r"(?<=[.!?])\s+", draw.choice(texts)) if len(part) > 1]
         start = draw.randrange(max(1, len(found) // 2))

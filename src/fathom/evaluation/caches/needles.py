@@ -38,7 +38,7 @@ class Needles:
 
     @classmethod
     def synthetic(cls, keys: int = 16, values: int = 16, first: int = 0) -> Needles:
-        """For a model trained on them: one token is a whole needle, so that only memory is tested.
+        """Needles for a model that was trained on them: each needle is a single token, so that only memory is tested.
 
         The tokens from `first` on are the answers, the questions and the needles, `values + keys + keys · values`.
         """
@@ -50,7 +50,8 @@ class Needles:
     def drawn(
         cls, ids: Tensor, generator: torch.Generator, keys: int = 64, values: int = 16, length: int = 2
     ) -> Needles:
-        """For any language model: a key is `length` tokens, a needle is a key and a value, a question is a key again.
+        """Needles for any language model: a key is `length` tokens, a needle is a key and a value, and a question
+        repeats the key.
 
         Args:
             ids: Tokens to choose from.
@@ -82,17 +83,17 @@ class Rows:
     """`[B, n]`: where each question ends, which is where the answer is predicted."""
 
     def compressions(self, schedule: Schedule) -> Tensor:
-        """`[B, n]`: compressions that each needle went through before its answer is predicted."""
+        """The number of compressions, `[B, n]`, that each needle went through before its answer is predicted."""
         # The question's last token may itself trigger a compression.
         asked, planted = ((at + 1).clone().apply_(schedule.compressions) for at in (self.asked, self.planted))
         return asked - planted
 
     def pick(self, chosen: Tensor | slice) -> Rows:
-        """Some of the rows, by number or by mask."""
+        """Select some of the texts, by index, mask or slice."""
         return Rows(self.ids[chosen], self.value[chosen], self.planted[chosen], self.asked[chosen])
 
     def cut(self) -> Rows:
-        """The texts, each cut after the last question of all."""
+        """The texts, all cut after the last question in any of them."""
         return replace(self, ids=self.ids[:, : int(self.asked.max()) + 1])
 
 
@@ -104,7 +105,7 @@ def plant(
     within: int | None = None,
     after: int = 0,
 ) -> Rows:
-    """Plant `count` needles in every row of a text `[B, T]`, and ask for each.
+    """Plant `count` needles in every sequence of the texts `[B, T]`, and a question for each needle.
 
     Args:
         text: The text; it is not changed.
@@ -144,7 +145,7 @@ IDLE = 50
 
 
 def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: Sequence[int], questions: int) -> Rows:
-    """Draw rows until each of some numbers of compressions has enough questions.
+    """Draw texts until every number in `compressions` has enough questions.
 
     A row is kept if it has a question after a number of compressions that still lacks questions. Numbers that are never
     drawn get none.
@@ -169,14 +170,14 @@ def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: Sequence[
 
 @dataclass
 class Recall:
-    """Right answers and questions, by the number of compressions."""
+    """The numbers of right answers and of questions, by how many compressions came between needle and question."""
 
     right: list[int]
     asked: list[int]
 
     @classmethod
     def of(cls, right: Tensor, compressions: Tensor, most: int) -> Recall:
-        """Counts answers after 0 to `most` compressions; those after more are left out."""
+        """Count the answers that came after 0 to `most` compressions; answers after more compressions are left out."""
         counts = (torch.bincount(made, minlength=most + 1) for made in (compressions[right], compressions))
         return cls(*(count[: most + 1].tolist() for count in counts))
 
@@ -187,12 +188,12 @@ class Recall:
 
     @property
     def intervals(self) -> list[tuple[float, float] | None]:
-        """95 % intervals of the accuracies."""
+        """The 95 % confidence intervals of the accuracies, by number of compressions."""
         return [wilson(r, n) if n else None for r, n in zip(self.right, self.asked, strict=True)]
 
 
 def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, compressions: int) -> Recall:
-    """Ask a model about every needle: the likeliest of the values is its answer.
+    """Ask a model about every planted needle; the value with the highest logit is the model's answer.
 
     Args:
         score: The model with its cache.

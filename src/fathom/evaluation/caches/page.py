@@ -23,7 +23,7 @@ from fathom.report.tables import PlainTable, print_report
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
-    """The measurements, with losses by position and differences paired over documents."""
+    """Build the report from the measurements, with losses by position and differences paired over documents."""
     report = CacheReport(**vars(provenance()), methods=list(methods), at=list(at), checkpoints=dict(found))
     for values in found.values():
         schedule = values.schedule
@@ -41,7 +41,7 @@ def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at:
 
 
 def verdict(report: CacheReport) -> str:
-    """A line for each checkpoint: loss beyond the window, recall, bytes."""
+    """The verdict, with a line for each checkpoint: loss beyond the window, recall of needles, and bytes."""
     return "\n".join(_sentence(name, values, report) for name, values in report.checkpoints.items())
 
 
@@ -86,12 +86,13 @@ def _spans(at: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) -> list[float]:
-    """Loss of each document between two positions, from sums over stretches whose width divides both."""
+    """The mean loss of each document between two positions, from sums over segments; both positions are multiples of a
+    segment's width."""
     return (np.asarray(nats)[:, start // width : stop // width].mean(1) / width).tolist()
 
 
 def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
-    """Differences beyond the window of each cache to each later one, paired over documents."""
+    """The loss beyond the window of each cache minus that of each cache listed after it, paired over documents."""
     for method, other in combinations(methods, 2):
         mine, theirs = values.caches[method].beyond, values.caches[other].beyond
         if mine and theirs:
@@ -148,7 +149,7 @@ def _cost_table(values: CheckpointCaches, report: CacheReport) -> Iterator[Plain
 
 
 def show(report: CacheReport, out: Path | None) -> None:
-    """The tables, the verdict, and the path of the page."""
+    """Print the tables, the verdict, and the path of the page."""
     parts = (part for name, values in report.checkpoints.items() for part in tables(name, values, report))
     print_report((table for part in parts for table in part), report.verdict, out and out / PAGE)
 

@@ -29,7 +29,7 @@ MARK = "\u2402fathom\u2403"
 
 @dataclass(frozen=True)
 class Cell:
-    """A task, a place of the question and a number of compressions: a cell of the tables."""
+    """A cell of the result tables: a task, a place of the question (outside or inside) and a number of compressions."""
 
     task: str
     place: str
@@ -56,7 +56,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One question, as every cache reads it."""
+    """The prompt of one question, which is the same for every cache."""
 
     cell: Cell
     ids: Tensor  # [T]
@@ -69,7 +69,8 @@ class Prompt:
 
 @dataclass
 class Frame:
-    """A tokenizer, and what its chat template puts around a message; without a template, the text alone."""
+    """A tokenizer, and the text that its chat template puts before and after a message; without a template, BOS and an
+    empty line."""
 
     tokenizer: PreTrainedTokenizerBase
     prefix: str = field(init=False)
@@ -83,21 +84,21 @@ class Frame:
             self.prefix, _, self.suffix = str(shown).partition(MARK)
 
     def ids(self, text: str) -> list[int]:
-        """Tokens of a piece of a prompt."""
+        """The token ids of a part of a prompt, without special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def answer(self, lead: str, answer: str) -> list[int]:
-        """The tokens of an answer after its lead."""
+        """The tokens of an answer that follow its lead, the beginning that the prompt gives away."""
         start, whole = self.ids(lead), self.ids(f"{lead} {answer}")
         return whole[len(start) :] if whole[: len(start)] == start else self.ids(f" {answer}")
 
     def length(self, cell: Cell, schedule: Schedule, tail: int) -> int:
-        """Tokens of a prompt whose question and lead have `tail` tokens."""
+        """The number of tokens of a prompt whose question and lead have `tail` tokens."""
         last = schedule.window + (cell.compressions - 1) * schedule.freed  # the token that compresses for the last time
         return last + (tail if cell.place == "outside" else 1)
 
     def room(self, cell: Cell, schedule: Schedule, parts: Parts) -> int:
-        """Tokens for filler and planted sentences."""
+        """The number of tokens that a prompt has for filler and planted sentences."""
         head, tail = self._around(parts)
         return self.length(cell, schedule, len(tail)) - len(head) - len(tail)
 
@@ -106,7 +107,7 @@ class Frame:
         return self.ids(before), self.ids(after)
 
     def build(self, cell: Cell, schedule: Schedule, parts: Parts, draw: random.Random) -> Prompt:
-        """A prompt of exactly the length that the cell needs."""
+        """Build a prompt of exactly the length that its place of the question and its number of compressions need."""
         head, tail = self._around(parts)
         wanted = [] if parts.most else self.answer(parts.lead, parts.answers[0])
         planted = [self.ids(f" {sentence}") for sentence in parts.planted]

@@ -1,4 +1,5 @@
-"""Summaries of the answers: scores by cell, the tasks that the full cache solves, and differences to it."""
+"""Summaries of the answers: scores by task and place of the question, the tasks that the full cache solves, and
+differences from the full cache."""
 
 from __future__ import annotations
 
@@ -46,12 +47,12 @@ class Scores:
 
     @property
     def nats(self) -> str:
-        """The mean of nats per answer token."""
+        """The mean loss of the answers, in nats per token, as text."""
         found = [one.nats for one in self.mine if one.nats is not None]
         return f"{np.mean(found):.2f}" if found else DASH
 
     def gap(self, of: Callable[[Answer], float | None]) -> str:
-        """The mean difference to the full cache, paired over questions, with its interval."""
+        """The mean difference from the full cache, paired over questions, with its interval."""
         pairs = [(of(a), of(b)) for a, b in zip(self.mine, self.full, strict=True)]
         both = [(a, b) for a, b in pairs if a is not None and b is not None]
         return str(paired_difference(*zip(*both, strict=True))) if both else DASH
@@ -72,7 +73,7 @@ def scores_of(values: CheckpointCaches, method: str) -> Scores:
 
 
 def sentence(values: CheckpointCaches, method: str) -> str:
-    """The verdict of the questions on a cache; empty if none were asked."""
+    """The verdict on a cache from its answers to the questions; empty if no questions were asked."""
     if not values.questions.reference:
         return ""
     good, bad = solved(values)
@@ -91,7 +92,8 @@ def sentence(values: CheckpointCaches, method: str) -> str:
 
 
 def question_tables(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[PlainTable]:
-    """Scores and nats by task and place, by compressions, and differences to the full cache."""
+    """The tables of scores and losses by task and place of the question and by compressions, and of differences from
+    the full cache."""
     reference = values.questions.reference
     if not reference:
         return

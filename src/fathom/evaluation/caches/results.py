@@ -13,7 +13,7 @@ from fathom.report.statistics import Difference
 
 @dataclass
 class Load:
-    """A cache after a number of tokens: what it holds and how fast it is."""
+    """Measurements of a cache after a number of tokens: its entries, bytes, peak memory and speed."""
 
     tokens: int
     entries: int
@@ -73,7 +73,7 @@ class CacheRow:
 
 @dataclass(kw_only=True)
 class CacheGap(Difference):
-    """Loss of a cache minus another's beyond the window, paired over documents."""
+    """The loss beyond the window of one cache minus that of another cache, paired over documents."""
 
     method: str
     other: str

@@ -175,7 +175,8 @@ def _list_parts(task: str, context: str, answers: tuple[str, ...]) -> Parts:
 
 
 def _common(draw: random.Random, room: int, count: Callable[[str], int]) -> Parts:
-    """Ten words six times each (30 in long lists) and others once (3), as many as fit."""
+    """The common-words task: ten words six times each (30 times in long lists), and as many others as fit once each (3
+    times)."""
     names = [a + b for a in FIRST.split() for b in SECOND.split()]
     draw.shuffle(names)
     common, others = names[:10], names[10:]
@@ -193,7 +194,8 @@ def _common(draw: random.Random, room: int, count: Callable[[str], int]) -> Part
 
 
 def _frequent(draw: random.Random, room: int, count: Callable[[str], int]) -> Parts:
-    """Words whose frequency falls with the square of their rank; the first rank is dots."""
+    """The frequent-words task: invented words whose frequency falls with the square of their rank; the most frequent
+    word is `....`."""
     words = ["".join(draw.choices("abcdefghijklmnopqrstuvwxyz", k=6)) for _ in range(200)]
     vocabulary = ["....", *dict.fromkeys(words)]
 

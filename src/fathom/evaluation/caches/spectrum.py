@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares of energy by layer; with several trips, by visit."""
+    """Shares of energy by layer; in a looped model, one share for each time that a layer runs."""
 
     mean: list[float]
     """Share of the energy in the mean over the entries."""
