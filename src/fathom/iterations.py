@@ -1,4 +1,4 @@
-"""Loop iterations per token: the limit at run time (`--max-trips`), and the number made.
+"""Loop iterations per token: the limit at run time (`--max-trips`), and the number that a token actually used.
 
 What `reasoning_effort` means is in `inference/server.py`.
 """
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
 
 def most_trips(model: PreTrainedModel) -> int:
-    """Maximum iterations of a token; 1 for a model that is not Fathom's."""
+    """The maximum number of loop iterations per token; 1 for a model that is not Fathom's."""
     recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     return 1 if recurrence is None else recurrence.most_trips(model.config)
 
 
 def check_trips(model: PreTrainedModel, asked: int | None) -> None:
-    """Reject a limit for a model without iterations, or above the iterations that it was trained for."""
+    """Reject a limit on loop iterations if the model has none, or if the limit exceeds the iterations of its
+    training."""
     most = most_trips(model)
     if asked is not None and most == 1:
         raise SettingsError(f"max_trips={asked}: this model has no loop iterations to limit")
@@ -37,7 +38,7 @@ def check_trips(model: PreTrainedModel, asked: int | None) -> None:
 
 
 def check_chunks(model: PreTrainedModel, size: int | None) -> None:
-    """Reject chunked prompts if they would change the result."""
+    """Reject reading a prompt in chunks if the chunks would change a looped model's result."""
     if most_trips(model) > 1:
         try:
             model.check_chunks(size)
@@ -46,7 +47,7 @@ def check_chunks(model: PreTrainedModel, size: int | None) -> None:
 
 
 def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
-    """The model, with the limit applied to every later call."""
+    """The model, with the limit on loop iterations applied to every later forward pass."""
     check_trips(model, most)
     if most is not None:
         model.forward = partial(model.forward, max_trips=most)

@@ -60,7 +60,7 @@ class Data(Section, section="data"):
     """allow fine-tuning on data made with a different tokenizer"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield self.sequence_length > 1, "sequence_length", "allowed: 2 or more"
         yield self.seed is None or self.seed >= 0, "seed", "allowed: 0 or more, or null"
         words = "allowed: shares of 0 or more, one of them above 0"
@@ -138,7 +138,7 @@ class Optim(Section, section="optim"):
     {model.recurrence: {lr: 0.1}}"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield self.lr > 0, "lr", "allowed: a positive number"
         yield all(0 <= beta < 1 for beta in self.betas), "betas", "allowed: two numbers in [0, 1)"
         yield self.eps > 0, "eps", "allowed: a positive number"
@@ -158,11 +158,11 @@ class Optim(Section, section="optim"):
             yield fits, "decay", f"allowed: at most 1 - optim.warmup={show(self.warmup)}"
 
     def rising(self, steps: int) -> int:
-        """Steps of warm-up in a run of `steps` steps."""
+        """The number of warm-up steps in a run of `steps` steps."""
         return round(self.warmup * steps) if self.warmup_steps is None else self.warmup_steps
 
     def falling(self, steps: int) -> int:
-        """Steps of wsd's decay in a run of `steps` steps."""
+        """The number of decay steps of the schedule wsd in a run of `steps` steps."""
         return round(self.decay * steps) if self.decay_steps is None else self.decay_steps
 
 
@@ -208,7 +208,7 @@ class Train(Section, section="train"):
     """write a Hugging Face directory at the end of the run"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         for key in ("steps", "tokens_per_step", "micro_batch", "max_skipped", "log_every"):
             yield getattr(self, key) >= 1, key, "allowed: 1 or more"
         for key in ("checkpoint_every", "keep_last"):
@@ -233,7 +233,7 @@ class ParallelRecipe(Section, section="parallel"):
     """free a layer's gathered weights after its forward pass: less memory, one more all-gather"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield self.shard_size is None or self.shard_size >= 1, "shard_size", "allowed: 1 or more"
 
 
@@ -251,7 +251,7 @@ class Evaluate(Section, section="evaluate"):
     """number of equal parts of the context for each of which the loss is reported"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield self.every >= 0, "every", "allowed: 0 or more"
         yield self.tokens >= 1, "tokens", "allowed: 1 or more"
         yield self.micro_batch is None or self.micro_batch >= 1, "micro_batch", "allowed: 1 or more"
@@ -272,7 +272,7 @@ class Track(Section, section="track"):
     """peak FLOP/s of one device, for MFU; null looks up common accelerators"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         known = set(self.backends) <= {"wandb", "trackio", "tensorboard"}
         yield known, "backends", "allowed: any of wandb, trackio, tensorboard"
         yield self.peak_flops is None or self.peak_flops > 0, "peak_flops", "allowed: a positive number, or null"
@@ -294,7 +294,7 @@ class KVCache(Section, section="kvcache"):
     """number of entries that a compression keeps in addition to the sinks; replaces kvcache.ratio"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         if self.method == "full":
             for key in ("window", "kept", "sinks", "ratio"):
                 default = getattr(KVCache, key)
@@ -340,7 +340,7 @@ class Lora(Section, section="lora"):
     RUN/adapter does not"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield self.rank is None or self.rank >= 1, "rank", "allowed: 1 or more, or null"
         yield self.alpha is None or self.alpha > 0, "alpha", "allowed: a positive number, or null"
         yield 0 <= self.dropout < 1, "dropout", "allowed: a share from 0 to less than 1"
@@ -359,7 +359,7 @@ class Distill(Section, section="distill"):
     """temperature of both softmaxes in the KL; the KL is multiplied by the square of the temperature"""
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields."""
+        """The rules that the fields' values must obey beyond their types."""
         yield 0 < self.weight <= 1, "weight", "allowed: a share above 0 and up to 1"
         yield self.temperature > 0, "temperature", "allowed: a positive number"
 
@@ -431,7 +431,8 @@ class Recipe(Section):
         return self.train.seed if self.data.seed is None else self.data.seed
 
     def config(self) -> FathomConfig:
-        """The model block as a configuration; with `from_pretrained`, that checkpoint's under the block's keys."""
+        """The model block as a configuration; with `from_pretrained`, the checkpoint's configuration, overridden by the
+        block's other keys."""
         return _config(self.model)
 
     def override(self, *assignments: str) -> Recipe:
@@ -490,7 +491,7 @@ def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Re
 
 
 def values_of(recipe: Recipe) -> dict[str, object]:
-    """Every value by its dotted key."""
+    """Every value of a recipe, by its dotted key."""
     return dict(_leaves(recipe.to_dict()))
 
 
@@ -523,7 +524,7 @@ def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
 
 
 def _config(model: dict[str, object]) -> FathomConfig:
-    """The configuration; its errors become a one-line `SettingsError`."""
+    """The configuration of the recipe's model block; errors in the block become a one-line `SettingsError`."""
     from huggingface_hub.errors import StrictDataclassError
 
     from fathom.checkpoints.runs import config_of, is_source
@@ -547,7 +548,8 @@ def _config(model: dict[str, object]) -> FathomConfig:
 
 
 def _of_another_type(words: str, keys: dict[str, object]) -> str:
-    """The Hub's message on a value of another type, in the words of the other keys."""
+    """The message of huggingface_hub about a value of the wrong type, rewritten in the form of Fathom's own
+    messages."""
     names = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "text", "NoneType": "null"}
     names |= {"dict": "a mapping", "list": "a list", "tuple": "a list"}
     field, types_ = re.search(r"field '(\w+)'", words), dict.fromkeys(re.findall(r"expected (\w+), got", words))

@@ -51,7 +51,7 @@ class Section:
         return f"{self.section}.{key}" if self.section else key
 
     def rules(self) -> Iterator[Rule]:
-        """Checks beyond the types of the fields; a key may be dotted."""
+        """The rules that the fields' values must obey beyond their types; the key of a rule may be dotted."""
         yield from ()
 
     def to_dict(self) -> dict[str, object]:
@@ -71,7 +71,7 @@ S = TypeVar("S", bound=Section)
 
 
 def fill(kind: type[S], values: object, name: str = "") -> S:
-    """A section from nested values; None stands for no values.
+    """Build a section of settings from nested values; None counts as a section without values.
 
     Args:
         kind: The section's class.
@@ -146,7 +146,8 @@ def _checked(key: str, hint: object, value: object) -> object:
 
 
 def _assigned(section: Section, key: str) -> str:
-    """`=VALUE` of a dotted key; empty for anything but a scalar."""
+    """The text `=VALUE` for a dotted key in an error message; empty for a section, an empty text or an empty
+    mapping."""
     value: object = section
     for part in key.split("."):
         value = value.get(part, section) if isinstance(value, dict) else getattr(value, part, section)
@@ -164,7 +165,8 @@ def convert(hint: Any, value: Any) -> Any:
 
 
 def _read(hint: Any, value: Any, name: str) -> Any:
-    """Convert a value to its hint: a word is read as YAML unless text is asked, a single item becomes a list."""
+    """Convert a value to its type hint: a string is read as YAML unless the hint is text, and a single item becomes a
+    list where the hint is a list."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, str):
         if hint is types.NoneType and value == "null":
@@ -179,14 +181,14 @@ def _read(hint: Any, value: Any, name: str) -> Any:
 
 
 def help_of(section: type) -> dict[str, str]:
-    """The text under each field of a dataclass, inherited ones included."""
+    """The docstring under each field of a dataclass, inherited fields included."""
     kinds = [kind for kind in reversed(section.__mro__) if dataclasses.is_dataclass(kind)]
     return {name: text for kind in kinds for name, text in _helps(kind.__module__)[kind.__name__].items()}
 
 
 @lru_cache
 def _helps(module: str) -> dict[str, dict[str, str]]:
-    """The texts of every class of a module, whose source is parsed once."""
+    """The docstrings under the fields of every class in a module, whose source is parsed only once."""
     found: dict[str, dict[str, str]] = {}
     for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
         if isinstance(definition, ast.ClassDef):
@@ -212,7 +214,7 @@ class _Loader(yaml.SafeLoader):
     """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and duplicate keys are errors."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        """Like PyYAML's method, but a key that is given twice is an error."""
+        """Like PyYAML's method of the same name, except that a key that is given twice is an error."""
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
@@ -236,7 +238,7 @@ KINDS = {
 
 
 def require_kind(values: Mapping[str, object], source: str, command: str) -> None:
-    """Refuse a file of another command, and name that command."""
+    """Refuse a settings file that belongs to another command, and name that command in the error."""
     kind = kind_of(values, command)
     if kind != command:
         wanted = {
@@ -249,7 +251,7 @@ def require_kind(values: Mapping[str, object], source: str, command: str) -> Non
 
 
 def kind_of(values: Mapping[str, object], default: str) -> str:
-    """The key of `KINDS` that a file's values belong to."""
+    """The kind of a settings file, as a key of `KINDS`: its values contain one of this kind's sections."""
     return next((name for name, sections in KINDS.items() if any(one in values for one in sections)), default)
 
 
@@ -303,7 +305,8 @@ def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, obje
 
 
 def recipes_folder() -> Path:
-    """Where the recipes that come with Fathom are: inside an installed package, or the source tree's `recipes/`."""
+    """The folder of the recipes that come with Fathom: inside an installed package, or `recipes/` of the source
+    tree."""
     package = Path(__file__).parent
     inside = package / "recipes"
     return inside if inside.is_dir() else package.parents[1] / "recipes"
@@ -318,7 +321,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
-    """Nested values with dotted `key=value` words applied."""
+    """The nested values after dotted `key=value` overrides were applied."""
     for assignment in overrides:
         key, equals, text = assignment.partition("=")
         if not equals or not key:

@@ -63,7 +63,7 @@ class Conformance:
     """Sizes of the models; a mechanism may need more layers."""
 
     def config(self, **options: Any) -> FathomConfig:
-        """A configuration with the mechanism and these options in addition."""
+        """A small configuration with the mechanism, its options, and the additional options given here."""
         add_mechanism(self.mechanism)
         axis, name = self.mechanism.axis, self.mechanism.name
         return FathomConfig(**self.shape, **{axis: name, f"{axis}_options": {**self.options, **options}})
@@ -121,7 +121,8 @@ class Conformance:
         same(torch.cat(found, 1), whole)
 
     def test_padded_rows_are_single_rows(self) -> None:
-        """Left-padded sequences give the logits of single sequences, by a mask alone and with positions as well."""
+        """Left-padded sequences give the logits of single sequences, both with an attention mask alone and with
+        position ids in addition."""
         model, rows = self.model(), [tokens(1, n, seed=n) for n in (4, 7)]
         ids, mask = torch.zeros(2, 7, dtype=torch.long), torch.zeros(2, 7, dtype=torch.long)
         for i, row in enumerate(rows):
@@ -156,7 +157,7 @@ class Conformance:
         assert off(one[:, 6:], other[:, 6:]) > EXACT, "a changed token changes nothing after it"
 
     def test_every_parameter_gets_a_gradient(self) -> None:
-        """A parameter without a gradient could not be trained."""
+        """Every parameter gets a gradient; a parameter without a gradient could not be trained."""
         found = gradients(self.model().train(), tokens(2, 12))
         dead = [name for name, g in found.items() if not g.any()]
         assert not dead, f"no gradient reaches {dead}"
@@ -280,7 +281,7 @@ def gradients(model: FathomForCausalLM, ids: Tensor) -> dict[str, Tensor]:
 
 
 def arrays(value: Any) -> Any:
-    """Replace tensors by numpy arrays, with the same structure."""
+    """Replace the tensors in a nested structure by numpy arrays, and keep the structure."""
     if isinstance(value, Tensor):
         return value.detach().numpy()
     if isinstance(value, Mapping):

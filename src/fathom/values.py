@@ -1,4 +1,4 @@
-"""Values that fit their type hints: recipes, results and the options of mechanisms all go through `fit`.
+"""Check that values fit their type hints: recipes, results and the options of mechanisms all go through `fit`.
 
 This file travels in exports, since the registry of mechanisms checks options with it. So it needs the standard library
 alone.
@@ -34,7 +34,8 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def fit(hint: Any, value: Any, name: str = "", read: Read = lambda hint, value, name: value) -> Any:
-    """The value, with its lists and tuples as a type hint says; the `ValueError` names the part that does not fit.
+    """The value, with its lists and tuples converted as a type hint says; a `ValueError` names the part that does not
+    fit.
 
     In Python, true is also the integer 1; here it is not. An integer is also a number.
 
@@ -65,7 +66,7 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _is_one(origin: Any, arguments: tuple[Any, ...], value: object) -> bool:
-    """Whether a value fits without any change."""
+    """Whether a value fits a type hint without conversion."""
     if origin is Literal:
         return any(type(value) is type(one) and value == one for one in arguments)
     if origin in (int, float):
@@ -75,7 +76,7 @@ def _is_one(origin: Any, arguments: tuple[Any, ...], value: object) -> bool:
 
 
 def _first(hints: Sequence[Any], value: object, name: str, read: Read) -> object:
-    """The value as the first of several types that accepts it."""
+    """The value converted to the first of several type hints that accepts it."""
     if value is None and types.NoneType in hints:
         return None
     errors = []
@@ -88,7 +89,7 @@ def _first(hints: Sequence[Any], value: object, name: str, read: Read) -> object
 
 
 def _items(origin: Any, hints: tuple[Any, ...], values: Sequence[Any], name: str, read: Read) -> object:
-    """The items of a list, each as its type."""
+    """The items of a list, each converted to its type hint."""
     if origin is not tuple or not hints or hints[-1] is ...:
         hints = (hints or (Any,))[:1] * len(values)
     if len(values) != len(hints):

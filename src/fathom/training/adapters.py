@@ -112,7 +112,8 @@ class AdapterFiles(Hook):
     """Writes the adapters of every checkpoint to `RUN/adapter`, atomically, in peft's format."""
 
     def after_save(self, run: ObservedRun, checkpoint: Path) -> None:
-        """Read them from the checkpoint, because the model may have taken further steps. Only the first rank does."""
+        """Read the adapters from the saved checkpoint, because the model in memory may have taken further steps. Only
+        the first rank does."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 

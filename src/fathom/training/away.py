@@ -22,7 +22,8 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 class Away(Hook):
-    """Adds the term's gradient to that of each matrix: `train(recipe, run_dir, callbacks=[Away(base, 30.0)])`.
+    """Adds the gradient of λ |cos(weights, base weights)| to each matrix's gradient: `train(recipe, run_dir,
+    callbacks=[Away(base, 30.0)])`.
 
     Args:
         base: The base model's `state_dict`; parameters with fewer than two axes are left out.
@@ -38,7 +39,7 @@ class Away(Hook):
         self._norm = self._cosine = 0.0
 
     def before_run(self, run: ObservedRun) -> None:
-        """Watch the gradient of every matrix that the base has too."""
+        """Register a gradient hook on every trainable matrix that the base model has too."""
         if run.ranks.world_size > 1:
             raise SettingsError("Away needs a single process: ranks hold shards of the weights")
         named = run.training.model.named_parameters()
@@ -55,7 +56,7 @@ class Away(Hook):
             weight.register_hook(self._added(weight, base))
 
     def before_step(self, run: ObservedRun) -> None:
-        """Measure the cosine, once for all matrices."""
+        """Measure the cosine between the model's and the base's weights, once over all matrices together."""
         self._cosine, self._norm = cosine(self._pairs)
         if run.step % run.recipe.train.log_every == 0:
             run.log({"cosine": self._cosine})

@@ -43,7 +43,7 @@ class Branch:
 
     @property
     def begins(self) -> bool:
-        """Whether its directory holds nothing yet: a run without a recipe has not begun."""
+        """Whether the branch has yet to begin, i.e. its directory holds no recipe."""
         return not (self.run_dir / RECIPE).exists()
 
     def __str__(self) -> str:
@@ -80,7 +80,7 @@ def branch(
 
 
 def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
-    """The overrides for a linear decay of the learning rate over the next steps."""
+    """The overrides for a linear decay of the learning rate over the next `length` steps."""
     if length is None:
         return []
     if length < 1:
@@ -96,7 +96,8 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
 
 
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
-    """The recipe with which a run resumes, with its warm-up; a `SettingsError` if it cannot."""
+    """The recipe of a branch, which keeps the original run's warm-up; a `SettingsError` if a branch cannot make the
+    changes."""
     if fixed := differences(before, after, ignore=CHANGEABLE):
         raise SettingsError(
             f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can"
@@ -125,7 +126,8 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
 
 
 def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: bool) -> Recipe:
-    """Keep the steps at which phases begin, unless new phases are given. A phase that has begun cannot change."""
+    """Keep the steps at which the data mixture's phases begin, unless the branch gives new phases. A phase that has
+    begun cannot change."""
     planned, now = before.data.later(before.train.steps), after.data.later(after.train.steps)
     if not given and now != planned:
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
@@ -169,8 +171,8 @@ def _link(source: str, target: str) -> None:
 
 
 def _write_history(branch: Branch, command: str) -> None:
-    """The history of the other run up to the checkpoint, and a line: time, step, command, the checkpoint, and the old
-    and new value of every key that changed.
+    """Write the history of the original run up to the checkpoint, and a line for the branch: time, step, command, the
+    checkpoint, and the old and new value of every key that changed.
     """
     origin, old, new = branch.origin, values_of(branch.before), values_of(branch.recipe)
     line: HistoryLine = {
@@ -193,7 +195,7 @@ HistoryLine = TypedDict(
 
 
 def read_history(run_dir: Path) -> list[HistoryLine]:
-    """The branches that led to a run, oldest first; empty if it began by itself."""
+    """The branches that led to a run, oldest first; empty if the run is not a branch."""
     path = run_dir / HISTORY
     if not path.exists():
         return []

@@ -172,8 +172,8 @@ def check_device(recipe: Recipe, device: str) -> None:
 
 
 def check_training(recipe: Recipe, begins: bool = True) -> None:
-    """Reject what a run would reject at its start, without creating or reading weights. Only the device may be missing,
-    so that a run may be planned on another machine.
+    """Reject a recipe that a run would reject at its start, without creating or reading weights. Only the device may be
+    missing, so that a run may be planned on another machine.
 
     Args:
         recipe: What is to be trained.
@@ -222,7 +222,7 @@ def batch_plan(recipe: Recipe, data: TokenDataset) -> BatchPlan:
 
 
 def mixture_of(recipe: Recipe) -> Mixture | None:
-    """The collection of each sequence of a run; None without `data.mixture`."""
+    """The mixture that says which collection each sequence of a run comes from; None without `data.mixture`."""
     names = recipe.data.collections
     if not names:
         return None
@@ -233,7 +233,8 @@ def mixture_of(recipe: Recipe) -> Mixture | None:
 
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begins: bool = True) -> FathomForCausalLM:
-    """The recipe's model with initial weights in fp32; if `begins`, with those of `model.from_pretrained`."""
+    """The recipe's model in fp32 with initial weights, or if `begins` is set with the weights of
+    `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
         model, info = model_of(source, FROM, config)
@@ -316,5 +317,5 @@ def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
 
 
 def _seed(*parts: object) -> int:
-    """A hash of the parts as a seed."""
+    """A random seed that is a hash of the arguments."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""Schedules of mechanisms under transformers' Trainer: a callback that tells them the step."""
+"""A callback for transformers' Trainer that tells mechanisms with a schedule the current training step."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ class Checkpointer:
         self._thread.shutdown()
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending, intact or not."""
+        """The steps that have a checkpoint, ascending, whether the checkpoint is intact or damaged."""
         return checkpoint_steps(self.run_dir)
 
     def newest(self) -> Saved | None:
@@ -118,7 +118,7 @@ class Checkpointer:
         return shared
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[None]:
-        """Start writing tensors; they may change once this returns."""
+        """Start writing tensors; the caller may change the tensors once this method returns."""
         writer = dcp.HuggingFaceStorageWriter(
             str(directory), fqn_to_index_mapping=_files(tensors), save_distributed=True, thread_count=1
         )
@@ -175,7 +175,7 @@ def discard(directory: Path) -> None:
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Rename a finished directory to its final name; an earlier one of that name is deleted."""
+    """Rename a finished directory to its final name; an earlier directory of that name is deleted."""
     sync_directory(temporary)
     if final.exists():
         discard(final)
@@ -184,7 +184,7 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Which numbered file each tensor goes to, the same on every rank."""
+    """The number of the file that each tensor is written to; the numbers are the same on every rank."""
     answer, index, size = {}, 1, 0
     for key, tensor in tensors.items():
         size += tensor.numel() * tensor.element_size()

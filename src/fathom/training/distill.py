@@ -30,7 +30,7 @@ from fathom.training.tokenizer import require_same_tokenizer
 
 
 def open_teacher(recipe: Recipe, ranks: Ranks) -> FathomForCausalLM | None:
-    """The teacher that a recipe names, sharded as the model is; None without one."""
+    """The teacher that a recipe names, sharded like the model; None if the recipe names no teacher."""
     if recipe.distill.teacher is None:
         return None
     teacher, _ = model_of(recipe.distill.teacher, "distill.teacher")
@@ -41,7 +41,7 @@ def open_teacher(recipe: Recipe, ranks: Ranks) -> FathomForCausalLM | None:
 
 
 def teacher_of(recipe: Recipe) -> str | None:
-    """The name of the recipe's teacher, which may be opened; None without one."""
+    """The name of the recipe's teacher, checked to be a model or a run; None if the recipe has no teacher."""
     name = recipe.distill.teacher
     if name is not None and not is_source(name):
         raise SettingsError(f"distill.teacher={name}: no config.json there, and no run")
@@ -73,7 +73,7 @@ def check_teacher(recipe: Recipe, data: TokenDataset, vocabulary: int) -> None:
 def distilled(
     out: FathomCausalLMOutput, teacher: FathomForCausalLM, batch: Batch, settings: Distill
 ) -> FathomCausalLMOutput:
-    """A step's output with L in place of its cross-entropy; penalties stay.
+    """A step's output in which the distillation loss L replaces the cross-entropy; penalties stay in the loss.
 
     Args:
         out: The model's, with logits.

@@ -40,7 +40,7 @@ from fathom.training.trained_flops import step_flops_range
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with their own learning rate and weight decay."""
+    """A group of parameters with its own learning rate and weight decay."""
 
     pattern: str
     parameters: int
@@ -140,7 +140,7 @@ def _require_vocabulary(recipe: Recipe, config: FathomConfig) -> None:
 
 
 def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
-    """The groups, from the parameter names of a model on the meta device."""
+    """The optimizer's parameter groups, made from the parameter names of a model on the meta device."""
     optim = recipe.optim
     with torch.device("meta"):
         model = FathomForCausalLM(config)
@@ -197,7 +197,7 @@ def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _layer_numbers(config: FathomConfig) -> list[int]:
-    """Numbers that every layer keeps of a token for the backward pass."""
+    """How many numbers every layer keeps per token for the backward pass."""
     if config.host:
         return [cost.kept for cost in layer_costs(config)]
     queries, keys = _widths(config)
@@ -207,14 +207,14 @@ def _layer_numbers(config: FathomConfig) -> list[int]:
 
 
 def _teacher_bytes(recipe: Recipe) -> int:
-    """fp32 weights of the teacher, and those in bf16 that are in use."""
+    """Bytes of the teacher's weights in fp32, and of their bf16 copies if the run computes in bf16."""
     if (teacher := teacher_of(recipe)) is None:
         return 0
     return count_parameters(config_of({"from_pretrained": teacher})) * (6 if recipe.train.precision == "bf16" else 4)
 
 
 def _distill_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    """Logits of the model and of its teacher, and the gradient of the former."""
+    """Bytes of the logits of the model and of its teacher, and of the gradient of the model's logits."""
     if recipe.distill.teacher is None:
         return 0
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
@@ -222,8 +222,8 @@ def _distill_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    """The larger of a layer's activations and a chunk's logits, plus the tensors that later layers and iterations
-    read."""
+    """Bytes of an evaluation: the larger of a layer's activations and a chunk's logits, plus the tensors that later
+    layers and iterations read."""
     recurrence, scalar = recurrence_class(config), _scalar(recipe)
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
     trips, view = recurrence.trips_of(config), recurrence.sees(config)
@@ -248,8 +248,8 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> tuple[int, int]:
-    """Numbers per slot: keys and values kept for later iterations, and their concatenation for the iteration that reads
-    them."""
+    """How many numbers are kept per token slot: keys and values for later iterations, and their concatenation for the
+    iteration that reads them."""
     queries, keys = _widths(config)
     if view is View.DUO:
         return 2 * keys * config.num_hidden_layers * trips, 2 * (keys + queries) * trips
@@ -259,7 +259,8 @@ def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> 
 
 
 def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
-    """Bytes of masks that are not plainly causal: one byte for each pair, and the mask it is combined with."""
+    """Bytes of attention masks that are not plainly causal: one byte for each pair of positions, and as much again for
+    the mask that it is combined with."""
     if trips == 1 or view is not View.DUO:
         return 0
     rows, length = recipe.evaluate.micro_batch or recipe.train.micro_batch, recipe.data.sequence_length
@@ -267,7 +268,7 @@ def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
 
 
 def _widths(config: FathomConfig) -> tuple[int, int]:
-    """Width of all queries, and of all keys, of a token."""
+    """The total width of a token's queries, and of its keys, over all heads."""
     return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
 
 

@@ -54,7 +54,7 @@ class FirstSteps(Hook):
             self._expected = self._evaluated(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Check the loss of a step."""
+        """Check the loss of one of the first steps."""
         loss = values.get(CROSS_ENTROPY, values.get("loss"))
         if loss is None or not math.isfinite(loss) or values.get("skipped"):
             return
@@ -88,7 +88,7 @@ class FirstSteps(Hook):
         self._run.say(f"first batch: {name} {loss:.4f}, equal to its evaluation")
 
     def _require_kept(self, step: int, loss: float) -> None:
-        """Reject a loss more than half-way from the known one to ln(vocab_size)."""
+        """Raise an error if the loss is more than half-way from the run's earlier loss to ln(vocab_size)."""
         nothing = math.log(self._run.training.config.vocab_size)
         if self._known is None or self._known > INFORMED * nothing:
             return
@@ -102,7 +102,7 @@ class FirstSteps(Hook):
 
 
 def _last_loss(run_dir: Path) -> float | None:
-    """The mean loss of the last logged steps; None if there are none, or the file is damaged."""
+    """The mean loss of the last logged steps; None if no step was logged or the file of metrics is damaged."""
     rows = read_metrics(run_dir) if (run_dir / METRICS).is_file() else []
     taken = [row for row in rows if "grad_norm" in row and math.isfinite(row["loss"]) and not row["skipped"]]
     losses = [row.get(CROSS_ENTROPY, row["loss"]) for row in taken]

@@ -33,7 +33,7 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 13}
 
 
 class Row(NamedTuple):
-    """A stretch of text; its last `scored` tokens are predicted, from all before them."""
+    """A passage of text; each of its last `scored` tokens is predicted from all tokens before it."""
 
     ids: Tensor
     """`[T]`"""
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Sample:
-    """Windows that were read both ways."""
+    """The losses of windows that were read in parallel and decoded token by token."""
 
     rounds: float
     tokens: list[int] = field(default_factory=list)
@@ -51,13 +51,13 @@ class Sample:
     sequential: list[float] = field(default_factory=list)
 
     def difference(self) -> Difference:
-        """Parallel minus sequential, nats per token."""
+        """The loss of parallel reading minus that of sequential decoding, in nats per token."""
         gaps = [a - b for a, b in zip(self.parallel, self.sequential, strict=True)]
         return weighted_difference(gaps, self.tokens)
 
 
 def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> DecodingGap:
-    """The gap of several texts together, weighted by their sizes."""
+    """The gap between parallel reading and decoding over several texts together, weighted by the texts' sizes."""
     shares = [size / sum(sizes) for size in sizes]
     found = combined_difference([sample.difference() for sample in samples], shares)
     rounds = sum(share * sample.rounds for share, sample in zip(shares, samples, strict=True))
@@ -68,7 +68,8 @@ def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Decodi
 
 
 def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None:
-    """The losses of some sequences, in parallel and by decoding; None for a model that needs no rounds.
+    """The losses of some sequences, read in parallel and decoded token by token; None for a model without Jacobi
+    rounds.
 
     Args:
         model: In evaluation mode.
@@ -130,7 +131,7 @@ def token_losses_and_trips(
 
 @torch.no_grad()
 def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The losses of `[B, T]`, one token after another through a cache."""
+    """The losses of token ids `[B, T]`, decoded one token after another with a KV cache."""
     cache, losses = None, []
     with torch.compiler.set_stance("force_eager"):  # a growing cache would recompile at every step
         for t, following in enumerate(ids[:, 1:].T):

@@ -44,7 +44,8 @@ class HeldOut(Hook):
             self.score(run)
 
     def score(self, run: ObservedRun) -> Evaluation | None:
-        """Evaluate now, and tell the other hooks; None without a split."""
+        """Score the held-out split now, and pass the result to the other hooks; None if the corpus has no held-out
+        split."""
         if self.data is None:
             return None
         run.read()
@@ -128,7 +129,8 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
 
 
 def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: torch.device) -> DecodingGap | None:
-    """Read a sample of a held-out split in parallel and by decoding; every rank reads all of it, as sharding needs.
+    """Read a sample of a held-out split in parallel and by decoding; every rank reads the whole sample, because sharded
+    weights need all ranks.
 
     Args:
         model: In evaluation mode.
@@ -148,7 +150,8 @@ def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: t
 
 
 def _stretches(ids: Tensor, labels: Tensor, device: torch.device) -> Iterator[Row]:
-    """The documents of a sequence, or the sequence: an ignored label ends a document, and padding is ignored."""
+    """The documents of a sequence, which ignored labels divide, or the whole sequence if no label is ignored; padding
+    is left out."""
     ends = [*(labels < 0).nonzero().flatten().tolist(), len(ids)]
     for start, stop in pairwise([0, *ends]):
         if stop - start > 1:
@@ -163,13 +166,15 @@ class Tally:
     made: list[np.ndarray] = field(default_factory=list)
 
     def add(self, losses: Tensor, trips: Tensor, counts: Tensor) -> None:
-        """Add some sequences, `[rows, T - 1]`; `counts` is False without a target."""
+        """Add the losses and iterations of some sequences, `[rows, T - 1]`; `counts` is False where a token has no
+        target."""
         for loss, made, valid in zip(losses, trips, counts, strict=True):
             self.losses.append(loss[valid].cpu().numpy())
             self.made.append(made[valid].cpu().numpy())
 
     def trips(self, ranks: Ranks, most: int) -> Trips | None:
-        """The sums over all ranks, with at most `most` iterations; None if the model reports none."""
+        """The statistics of iterations over all ranks, up to `most` iterations; None if the model reports no
+        iterations."""
         rows = list(zip(self.losses, self.made, strict=True))
         if ranks.control is not None:
             found: list[list[tuple[np.ndarray, np.ndarray]]] = [[]] * ranks.world_size
@@ -188,7 +193,7 @@ class Tally:
 
 @torch.no_grad()
 def right_answers(model: nn.Module, batch: Batch) -> Tensor:
-    """The number of labels that are the likeliest token."""
+    """The number of labels that equal the model's likeliest token."""
     logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
     labels = batch.labels[:, 1:]
     return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Trained(Protocol):
-    """The parts of a step that hooks may use: `run.training`."""
+    """The model, optimizer and data that hooks may use, as `run.training`."""
 
     model: FathomForCausalLM
     config: FathomConfig
@@ -44,7 +44,7 @@ class Clock(Protocol):
     seconds: float
 
     def paused(self) -> AbstractContextManager[None]:
-        """Time that does not count as training."""
+        """A context manager for a block whose time does not count as training time."""
 
 
 class ObservedRun(Protocol):
@@ -72,7 +72,7 @@ class ObservedRun(Protocol):
         """Tokens trained on so far."""
 
     def due(self, every: int) -> bool:
-        """Whether something that happens every so many steps happens after this one."""
+        """Whether an action that is due every `every` steps is due after the current step."""
 
     def log(self, values: Mapping[str, float]) -> None:
         """Log numbers of your own with the current step."""
@@ -98,34 +98,34 @@ class Hook:
     """Whether to run on every rank, as collective operations need; else on the first rank only."""
 
     def before_run(self, run: ObservedRun) -> None:
-        """Before the first step of this process, after the checkpoint was loaded."""
+        """Called before the first step of this process, after the checkpoint was loaded."""
 
     def before_step(self, run: ObservedRun) -> None:
-        """Before step number `run.step`, counted from 0."""
+        """Called before step number `run.step`, counted from 0."""
 
     def after_step(self, run: ObservedRun, metrics: StepMetrics) -> None:
-        """After a step, which `run.step` includes. The metrics are tensors on the device, and reading one waits for
-        it."""
+        """Called after a step; `run.step` counts this step. The metrics are tensors on the device, and reading one
+        waits for it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Once for each step, when its numbers are read from the device (every `train.log_every` steps), and after
-        evaluations."""
+        """Called once for each step, when its numbers are read from the device (every `train.log_every` steps), and
+        after evaluations."""
 
     def after_evaluation(self, run: ObservedRun, evaluation: Evaluation) -> None:
-        """After the held-out split was scored."""
+        """Called after the held-out split was scored."""
 
     def after_save(self, run: ObservedRun, checkpoint: Path) -> None:
-        """Once a checkpoint is on disk. Saving runs in the background, so further steps may have been taken."""
+        """Called once a checkpoint is on disk. Saving runs in the background, so further steps may have been taken."""
 
     def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
-        """At the end of the run; `error` is None if it succeeded."""
+        """Called at the end of the run; `error` is None if the run succeeded."""
 
     def state(self) -> dict[str, object]:
         """State to keep in checkpoints, as JSON (numbers, strings, lists). Called before each save."""
         return {}
 
     def load(self, state: dict[str, object]) -> None:
-        """Restore what `state` returned before the checkpoint; not called if that was empty."""
+        """Restore the state that the method `state` returned for the checkpoint; not called if that state was empty."""
 
 
 class Hooks:

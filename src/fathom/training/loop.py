@@ -201,7 +201,7 @@ class Run:
 
     @property
     def epochs(self) -> float:
-        """Epochs over the corpus so far."""
+        """The epochs over the corpus in all steps of the run."""
         return self.recipe.train.steps * self.recipe.rows_per_step / self.training.plan.num_windows
 
     @property
@@ -232,7 +232,7 @@ class Run:
             return self._finish(stopped[0] if stopped else None)
 
     def due(self, every: int) -> bool:
-        """Whether this step is a multiple of `every` or the last one; 0 is never."""
+        """Whether this step is a multiple of `every` or the run's last step; False if `every` is 0."""
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -249,7 +249,8 @@ class Run:
         self._stopping = True
 
     def read(self) -> None:
-        """Read the metrics of the steps since the last time, and stop if too many in a row were skipped."""
+        """Read the metrics of the steps since the last reading, and end the run if too many steps in a row were
+        skipped."""
         for line in self.meter.read():
             step = int(line.pop("step"))
             for hook in self.hooks:
@@ -267,7 +268,8 @@ class Run:
             )
 
     def _refused_too_often(self) -> bool:
-        """Whether too many steps in a row were skipped; reads from the device only when that is possible."""
+        """Whether too many steps in a row were skipped; the device is read only once so many steps can have been
+        skipped."""
         if self.step < self._look_at:
             return False
         self._look_at = self._next_look()
@@ -343,7 +345,7 @@ class Run:
         return TrainResult(self.run_dir, found.step, True, found.tokens, found.seconds, evaluation, model)
 
     def _settle(self, branch: Branch | None, command: str) -> None:
-        """Write a branch's first files, and the recipe last: a run without it has not begun."""
+        """Write a branch's first files, and the recipe last, because a run without a recipe counts as not begun."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         if branch is not None:
             begin(branch, command)
@@ -361,7 +363,8 @@ class Run:
 
 @contextmanager
 def stop_signals(says: bool = False) -> Iterator[list[int]]:
-    """A list that collects SIGTERM or SIGINT; a signal `FORWARDED` seconds later has its default effect.
+    """A list that collects SIGTERM and SIGINT; a signal at least `FORWARDED` seconds after the first has its default
+    effect.
 
     Args:
         says: Whether to write to stderr that the first signal was received, since a step may take minutes.
@@ -425,7 +428,8 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
 
 
 def require_place(recipe: Recipe, run_dir: Path) -> None:
-    """Refuse a directory that holds another run or something else than a run, or a recipe that no run wrote."""
+    """Refuse a run directory that holds a run of another recipe, anything that is not a run, or a recipe that no run
+    wrote."""
     require_folder(run_dir, "a run", "a recipe")
     path = run_dir / RECIPE
     if not path.exists():
@@ -454,7 +458,7 @@ def require_same(recipe: Recipe, run_dir: Path) -> None:
 
 
 def _result(run_dir: Path) -> TrainResult | None:
-    """The result of an earlier, finished run."""
+    """The stored result of a run that has finished before; None if there is none."""
     path = run_dir / RESULT
     if not path.exists():
         return None

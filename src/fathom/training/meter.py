@@ -35,7 +35,7 @@ class Meter:
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
     def add(self, metrics: StepMetrics) -> None:
-        """Add a step without reading it from the device."""
+        """Add the metrics of a step without reading them from the device."""
         self._steps.append(metrics)
 
     @contextmanager
@@ -46,7 +46,8 @@ class Meter:
         self._since += time.perf_counter() - began
 
     def read(self) -> list[dict[str, float]]:
-        """The numbers of each step since the last call, the last one with speed. This waits for the device."""
+        """The metrics of each step since the last call; those of the last step include the speed. This waits for the
+        device."""
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
@@ -89,7 +90,7 @@ PEAKS = (
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of common accelerators, from their data sheets; None for others."""
+    """The peak dense bf16 FLOP/s of common accelerators, from their data sheets; None for other devices."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

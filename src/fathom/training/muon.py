@@ -54,7 +54,7 @@ class Muon(torch.optim.Optimizer):
 
     @classmethod
     def of(cls, groups: Sequence[dict[str, Any]], optim: Optim) -> Muon:
-        """The optimizer of some parameter groups, with the recipe's settings."""
+        """Create the optimizer of some parameter groups, with the recipe's settings."""
         return cls(groups, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
 
     @torch.no_grad()
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _stacks(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Matrices of one shape, dtype and placement that are stacked."""
+    """Group matrices into stacks of limited size, each of one shape, dtype and placement."""
     alike: dict[tuple[object, ...], list[Tensor]] = {}
     for p in matrices:
         place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
@@ -100,7 +100,7 @@ def _part(tensor: Tensor) -> Tensor:
 
 
 def _gradient(p: Tensor) -> Tensor:
-    """This rank's part of a gradient, cut as the matrix is."""
+    """This rank's shard of a gradient, which is sharded like its matrix."""
     gradient = p.grad
     assert gradient is not None
     if isinstance(p, DTensor) and isinstance(gradient, DTensor):
@@ -109,7 +109,7 @@ def _gradient(p: Tensor) -> Tensor:
 
 
 def _orthogonal(parts: Tensor, like: Tensor) -> Tensor:
-    """`orthogonal` of a stack of matrices cut like `like`, cut the same way."""
+    """Apply `orthogonal` to a stack of matrices that are sharded like `like`; the result is sharded in the same way."""
     arithmetic = torch.bfloat16 if parts.is_cuda else torch.promote_types(parts.dtype, torch.float32)
     x = parts.to(arithmetic)
     if not isinstance(like, DTensor):

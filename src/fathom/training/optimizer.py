@@ -24,14 +24,14 @@ from fathom.training.muon import Muon
 
 
 class Kind(Protocol):
-    """The declaration of a class in `OPTIMIZERS`."""
+    """The interface that every class in `OPTIMIZERS` has."""
 
     only_matrices: bool
     reads_found_inf: bool
 
     @classmethod
     def of(cls, groups: Sequence[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
-        """The optimizer of some parameter groups, with the recipe's settings."""
+        """Create the optimizer of some parameter groups, with the recipe's settings."""
         ...
 
 
@@ -99,7 +99,8 @@ class Share(NamedTuple):
 
 
 def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]]:
-    """For every parameter that trains, by name: the pattern of `optim.groups` that names it, and its factors."""
+    """For every trainable parameter, by name: the pattern of `optim.groups` that matches the name, and the parameter's
+    factors."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, tuple[str | None, Share]] = {name: (None, Share()) for name in trained}
     for pattern, factors in optim.groups.items():
@@ -116,7 +117,7 @@ def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]
 
 
 class Optimizer:
-    """One optimizer, or one for matrices and adamw for the rest, combined."""
+    """The optimizer of a run: one for all parameters, or one for the matrices combined with adamw for the rest."""
 
     def __init__(self, model: nn.Module, optim: Optim) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -199,6 +200,6 @@ class Optimizer:
 
 
 def _tell(part: torch.optim.Optimizer, skip: Tensor) -> None:
-    """Set the attribute that a step reads if it can be skipped on the device."""
+    """Set the attributes `found_inf` and `grad_scale`, by which an optimizer can skip a step on the device."""
     if getattr(part, "reads_found_inf", False):
         part.__dict__.update(found_inf=skip, grad_scale=None)

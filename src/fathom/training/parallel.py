@@ -62,7 +62,7 @@ class Ranks:
         return value
 
     def share(self, value: object) -> Any:
-        """The first rank's value, on every rank."""
+        """Broadcast the first rank's value to every rank."""
         box = [value]
         if self.control is not None:
             dist.broadcast_object_list(box, src=0, group=self.control)
@@ -124,7 +124,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def synchronize_gradients(model: nn.Module, last: bool) -> None:
-    """Called before a micro-batch: replicas sum their gradients once, after the step's last micro-batch.
+    """Set up the next micro-batch so that replicas sum their gradients only once, after the step's last micro-batch.
 
     Sharded gradients are still reduced after each one, because a rank has no memory for full gradients.
     """
@@ -134,19 +134,20 @@ def synchronize_gradients(model: nn.Module, last: bool) -> None:
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Return to sharded master weights: a forward pass without a backward pass leaves the gathered bf16 copies."""
+    """Return to sharded master weights: a forward pass without a backward pass leaves the gathered bf16 copies in
+    place."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered; any other unchanged."""
+    """The full tensor, gathered from all ranks if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def strategy_of(parallel: ParallelRecipe, world_size: int) -> str:
-    """The strategy that `parallel.name` means for so many ranks."""
+    """The parallel strategy that `parallel.name` selects for `world_size` ranks."""
     name = parallel.name
     if name == "auto":
         return "fsdp" if world_size > 1 else "single"

@@ -24,7 +24,7 @@ LEAST = 20
 
 
 def is_probe(recipe: Recipe) -> bool:
-    """Whether a run consists of warm-up."""
+    """Whether a run is a learning-rate probe, i.e. consists of warm-up alone."""
     return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
 
 
@@ -79,7 +79,7 @@ def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Seque
 
 
 def _smoothed(values: Sequence[float], width: int) -> tuple[float, ...]:
-    """Means of the values on either side and itself; fewer at the ends."""
+    """Centred moving means of the values, over fewer values near both ends."""
     found = []
     for place in range(len(values)):
         reach = min(width, place, len(values) - 1 - place)
@@ -92,7 +92,7 @@ class ProbeReport(Hook):
     """Prints and draws the result of a probe at its end, also if the run diverged."""
 
     def after_run(self, run: ObservedRun, error: BaseException | None) -> None:
-        """Read the metrics of all calls."""
+        """Read the metrics of all calls of the run, then print and draw the probe's result."""
         try:
             found = read_probe(run.run_dir)
         except (OSError, ValueError):
@@ -109,7 +109,7 @@ def page(found: Probe, source: Provenance) -> str:
 
 
 def figures(found: Probe) -> list[str]:
-    """What a run's page shows of a probe."""
+    """The figures of a probe on a run's page: gradient norm and loss by learning rate."""
     x = [math.log10(rate) for rate in found.rates]
     drawn = []
     for title, values, at in (

@@ -48,7 +48,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Trips:
-    """Iterations of tokens that may halt."""
+    """Statistics of the loop iterations of a model whose tokens may halt."""
 
     mean: float
     """Mean per token."""
@@ -74,12 +74,12 @@ class DecodingGap:
 
     @property
     def with_interval(self) -> str:
-        """The gap and its interval, if there is one, as text."""
+        """The gap between parallel reading and decoding as text, with its interval if there is one."""
         ends = "" if self.low is None else f" [{self.low:+.4f}, {self.high:+.4f}]"
         return f"{self.value:+.4f}{ends}"
 
     def __str__(self) -> str:
-        """The gap as the end of a line of output."""
+        """The gap between parallel reading and decoding, as the end of a line of output."""
         against = f"{self.with_interval} nats per token more than decoding on {self.tokens:,} tokens"
         return f"{self.rounds:g} Jacobi rounds, {against}"
 
@@ -107,20 +107,21 @@ class Evaluation(Score):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the text that was read, which tells whether two evaluations read the same; 0 if it is not known."""
+        """Bytes of the text that was read, by which two evaluations of the same text are recognised; 0 if unknown."""
         count = self.loss * self.tokens / math.log(2) / self.bits_per_byte if self.bits_per_byte else 0.0
         return round(count) if math.isfinite(count) else 0
 
     @property
     def how(self) -> str:
-        """The end of a line with the perplexity: iterations if tokens halt, rounds if there were any."""
+        """The text after the perplexity in a line of output: iterations if tokens may halt, and Jacobi rounds if there
+        were any."""
         words = [] if self.trips is None else [f"{self.trips.mean:.2f} iterations per token"]
         if self.jacobi_rounds is not None:
             words.append(str(self.gap or f"{self.jacobi_rounds:g} Jacobi rounds"))
         return "".join(f", {word}" for word in words)
 
     def flat(self) -> dict[str, float]:
-        """A flat mapping of names to numbers, for trackers."""
+        """The evaluation as a flat mapping of names to numbers, for trackers."""
         values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
         for name, score in self.domains.items():
             values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte

@@ -22,7 +22,7 @@ SAMPLE, SAMPLES = 1 << 12, 1 << 8
 
 
 def source_of(source: str, key: str) -> Path | Saved:
-    """The directory or the checkpoint of a run that a key of a recipe names, checked."""
+    """The model directory or the run's checkpoint that a key of a recipe names, after checking it."""
     if (directory := model_directory(source)) is not None:
         check_checkpoint(directory)
         if problem := changed(directory):
@@ -36,7 +36,8 @@ def source_of(source: str, key: str) -> Path | Saved:
 
 
 def fingerprint(source: str) -> str:
-    """A digest of a checkpoint: of a run's hashes, or of the configuration and samples of the weights."""
+    """A digest of a checkpoint: of the hashes in a run's checkpoint, or of a model's configuration and samples of its
+    weights."""
     found, digest = model_directory(source), hashlib.blake2b(digest_size=16)
     if found is None:
         digest.update((find_checkpoint(source).directory / MANIFEST).read_bytes())

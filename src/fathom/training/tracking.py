@@ -154,7 +154,7 @@ def require_backends(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Hook]:
-    """The trackers that a recipe names, positioned after `step`."""
+    """Open the trackers that a recipe names, to continue after `step`."""
     return [
         JsonLines(run_dir / METRICS, step, say),
         *(BACKENDS[name](run_dir, recipe) for name in recipe.track.backends),
@@ -168,7 +168,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
 
 
 def _parsed(line: bytes) -> dict[str, float] | None:
-    """A line's numbers, null as NaN; None if it is damaged."""
+    """The numbers in a line of metrics.jsonl, with null as NaN; None if the line is damaged."""
     try:
         values = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -209,7 +209,7 @@ class Display(Hook):
         """Steps of this process."""
 
     def before_run(self, run: ObservedRun) -> None:
-        """Say what is trained, on what, and where."""
+        """Print the run directory, the model's size, the device and the amount of data."""
         self.say(f"{opening(run)}; Ctrl-C stops and saves")
 
     def before_step(self, run: ObservedRun) -> None:
@@ -227,7 +227,7 @@ class Display(Hook):
         self.say(f"step {run.step}/{self.steps} took {duration(took)}{told}")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show a step's numbers if they include the speed, once per interval."""
+        """Print a step's numbers if they include the speed, which they do once per log interval."""
         if "tokens_per_second" in values:
             self.say("  ".join([f"step {step}/{self.steps}", *(f"{k} {v}" for k, v in readable(values).items())]))
 

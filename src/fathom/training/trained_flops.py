@@ -1,4 +1,5 @@
-"""FLOPs of training a part of a model: what freezing and adapters save, as a counter counts it.
+"""FLOPs of training only a part of a model: the saving by frozen weights and adapters, measured with torch's FLOP
+counter.
 
 `models/cost.py` counts a step that trains every weight. A frozen weight needs no gradient of its own, and the gradient
 of its input only if something trains before it; an adapter adds products. Which of these are made depends on autograd,
@@ -27,15 +28,15 @@ def step_flops(recipe: Recipe) -> float:
 
 
 def step_flops_range(recipe: Recipe) -> tuple[float, float, float]:
-    """Minimum, mean and maximum over the random draws."""
+    """Minimum, mean and maximum FLOPs per token of a training step, over the random draws of loop iterations."""
     share = trained_share(recipe)
     least, mean, most = training_flops_range(recipe.config(), recipe.data.sequence_length)
     return share * least, share * mean, share * most
 
 
 def trained_share(recipe: Recipe) -> float:
-    """The FLOPs of a training step, divided by those of one that trains every weight and has no adapters. It is 1, too
-    much, for a model whose step depends on its numbers, as that of routed experts does."""
+    """The FLOPs of a training step, divided by those of a step that trains every weight and has no adapters. It is 1,
+    too much, for a model whose step depends on its numbers, as that of routed experts does."""
     if not recipe.optim.only and recipe.lora.rank is None:
         return 1.0
     key = repr((vars(recipe.config()), recipe.optim.only, recipe.lora, recipe.data.sequence_length))
@@ -48,8 +49,8 @@ def trained_share(recipe: Recipe) -> float:
 
 
 def _counted(recipe: Recipe, whole: bool) -> int:
-    """FLOPs of a step of one sequence. Attention is eager, which makes every score; with half the tokens they are as
-    many for each token as the causal ones."""
+    """FLOPs of a training step on one sequence. Attention is eager, which makes every score; with half the tokens they
+    are as many for each token as the causal ones."""
     config = recipe.config()
     if "skip_dead_rows" in config.recurrence_options:  # tokens that halt count as if they did not
         config.recurrence_options["skip_dead_rows"] = False
