@@ -1,4 +1,4 @@
-"""Recipes: a whole run as data."""
+"""Recipes, each of which describes a whole training run as data."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Section:
         return typing.cast("dict[str, object]", plain(dataclasses.asdict(self)))
 
     def to_yaml(self) -> str:
-        """The settings as YAML, which reads back equal."""
+        """The settings as YAML, from which equal settings can be read back."""
         text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
         # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
         escaped = any(character in text for character in "\x85\u2028\u2029")

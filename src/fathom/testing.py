@@ -81,7 +81,8 @@ class Conformance:
         return model
 
     def numpy(self, parameters: Mapping[str, Any], *inputs: Any) -> Any:
-        """Override: what your module returns for these arrays, from your equations. By default nothing is compared.
+        """Override this method: compute from your equations what your module returns for the given numpy arrays. By
+        default nothing is compared.
 
         A mixer is given `query, key, value, sources` and returns the mixed value. A residual is given its `state` and
         returns the sub-layer's input, or `state, update, context` and returns the new state.
@@ -262,7 +263,7 @@ class Conformance:
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
-    """Random ids, none of them padding."""
+    """Random token ids, none of them padding."""
     return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -274,7 +275,7 @@ def logits(model: Callable[..., Any], ids: Tensor, **arguments: Any) -> Tensor:
 
 
 def gradients(model: FathomForCausalLM, ids: Tensor) -> dict[str, Tensor]:
-    """Gradients by name; zeros where missing."""
+    """Gradients by parameter name; zeros for parameters without a gradient."""
     model.zero_grad()
     model(ids, labels=ids).loss.backward()
     return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}

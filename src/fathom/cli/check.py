@@ -75,7 +75,7 @@ def _filled(found: Check) -> list[str]:
 
 
 def _remarks(found: Check) -> list[str]:
-    """Remarks on what was compared, and what was not."""
+    """Remarks on what was compared, and on what was left out of the comparison."""
     crossed = f" They are longer than {' and '.join(found.crossed)}." if found.crossed else ""
     texts = f"Texts of {found.tokens} tokens, on a small copy of config.json with random weights.{crossed}"
     differences = [one for one in found.comparisons if one.difference]

@@ -117,7 +117,7 @@ def ready(options: Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase,
 
 
 def run(options: Namespace) -> int:
-    """Continue a prompt, or answer a file of prompts; the speed goes to standard error."""
+    """Continue a prompt, or answer a file of prompts; the decoding speed is printed to standard error."""
     from fathom.inference.generate import generate, report_speed
     from fathom.inference.prompt_file import check_files, generate_file
 

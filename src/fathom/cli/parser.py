@@ -97,11 +97,11 @@ class Parser(argparse.ArgumentParser):
         """The command that has a flag which this one lacks."""
 
     def mode(self, flag: str, why: str, *refuses: str) -> None:
-        """Refuse options that mean nothing next to `flag`."""
+        """Refuse options that have no meaning if `flag` is given."""
         self.modes.append(Mode(flag, why, refuses))
 
     def needs(self, flag: str, *others: str) -> None:
-        """Refuse options that mean nothing without `flag`."""
+        """Refuse options that have no meaning if `flag` is not given."""
         self.needed |= {other: (*self.needed.get(other, ()), flag) for other in others}
 
     def parse(self, words: Sequence[str]) -> Namespace:

@@ -1,4 +1,4 @@
-"""Text that arrives in pieces, broken into lines between words."""
+"""Wrap text that arrives in pieces, with line breaks only between words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 class Wrapped:
-    """A writer that holds a word back until it is whole, and begins a new line if the word does not fit.
+    """A writer for streamed text, which writes a word once it is whole, on a new line if it does not fit on the current
+    one.
 
     Args:
         write: Receives the text.

@@ -125,7 +125,7 @@ class BatchPlan:
         return part.num_tokens // self.sequence_length
 
     def windows(self, step: int) -> NDArray[np.int64]:
-        """The windows of the global batch of a step, in order."""
+        """The indices of the windows in a step's global batch, in order."""
         return _shuffled(self._rows(step), self.num_windows, self.seed)
 
     def _placed(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

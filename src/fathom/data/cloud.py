@@ -168,7 +168,7 @@ def _store(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def _told(url: str) -> Iterator[None]:
-    """Turn what a store raises into an error of one line."""
+    """Turn any exception of a file store into an error of one line."""
     try:
         yield
     except DataError:

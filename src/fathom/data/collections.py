@@ -62,7 +62,7 @@ def open_mixture(
 
 
 def collection_sizes(directory: str | Path, names: Sequence[str]) -> list[int]:
-    """Training tokens of each collection, from the indexes alone."""
+    """The number of training tokens of each collection, read from the corpus indexes alone."""
     sizes = []
     for name in names:
         place, domain = locate(directory, name)

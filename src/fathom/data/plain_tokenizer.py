@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 class PlainTokenizer:
-    """The part of `PreTrainedTokenizerFast` that corpora use; its directory opens with transformers."""
+    """A stand-in for `PreTrainedTokenizerFast` with the methods that corpora use; transformers can open the directory
+    that it saves."""
 
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         self.backend_tokenizer, self._settings = tokenizer, dict(settings)

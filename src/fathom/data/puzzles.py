@@ -55,7 +55,7 @@ class PuzzleRows:
 
 
 class Traits(NamedTuple):
-    """Sizes, chance level and difficulties of a puzzle with its options."""
+    """The sizes, chance level and difficulties that a puzzle has with the given options."""
 
     length: int
     """Tokens of a row."""
@@ -98,7 +98,7 @@ class Puzzle(ABC):
 
 @dataclass(frozen=True)
 class Hops(Puzzle):
-    """n pairs `x next(x)`, then queries `<hop k> x <is> y` whose y is the k-th successor of x."""
+    """A puzzle with n pairs `x next(x)`, followed by queries `<hop k> x <is> y`, where y is the k-th successor of x."""
 
     names: int = 17
     """Names on the cycle; must be odd. Among 2k names, k steps twice lead back, so one answer would reveal another."""
@@ -198,7 +198,8 @@ class Alternating(Word):
 
 @dataclass(frozen=True)
 class Arithmetic(Puzzle):
-    """`<len l> expression <is> value`: l operators + - x in prefix notation, operands and value modulo 23."""
+    """A puzzle `<len l> expression <is> value`, with l operators + - x in prefix notation, and operands and value
+    modulo 23."""
 
     operators: int = 6
     """Maximum operators in an expression."""
@@ -253,7 +254,7 @@ class Arithmetic(Puzzle):
 
 @dataclass(frozen=True)
 class RecallPuzzle(Puzzle):
-    """n pairs `key value`, then queries `key <is> value`."""
+    """A puzzle with n pairs `key value`, followed by queries `key <is> value`."""
 
     pairs: int = 16
     """Pairs in a row, with different keys."""
@@ -396,7 +397,7 @@ def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
 
 
 def chances_of(key: np.uint64, numbers: Ids, draws: int) -> Chances:
-    """Random numbers `[rows, draws]`: a hash of a key and the rows' numbers."""
+    """Random numbers `[rows, draws]`: hashes of a key and of the sequences' numbers."""
     row = mixed(mixed(numbers.astype(np.uint64) * GOLDEN + key) ^ key)
     return mixed(row[:, None] + GOLDEN * np.arange(1, draws + 1, dtype=np.uint64))
 

@@ -31,7 +31,7 @@ class Rows(Protocol):
         """The number of bytes of text that the predicted tokens of some sequences stand for."""
 
     def read(self, numbers: Ids) -> tuple[Ids, Ids, Ids | None]:
-        """Tokens, labels and, where documents are separate, positions `[rows, T]`."""
+        """Read some sequences: their tokens, labels and, if documents are separate, positions, each `[rows, T]`."""
 
 
 def rows_of(dataset: TokenDataset, length: int, packing: Packing, seed: int = 0, overlap: int = 0) -> Rows:

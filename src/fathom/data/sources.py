@@ -121,7 +121,7 @@ class Source:
     """Files that are not on this machine; `fathom prepare` and `fathom corpus` copy each while they read it."""
 
     def records(self, reading: Reading) -> Iterator[Payload]:
-        """Read the records; None marks one over the size limit."""
+        """Read the records; None marks a record over the size limit."""
         if self.remote:
             raise DataError(f"{self.name}: only `fathom prepare` and `fathom corpus` read it there; copy it first")
         if self.kind == "files":
@@ -291,7 +291,7 @@ def values_in(value: object) -> Iterator[str]:
 
 
 def split_name(text: str) -> tuple[str | None, str]:
-    """`NAME=INPUT` as name and input; an existing path has no name."""
+    """Split `NAME=INPUT` into name and input; a path that exists is an input without a name."""
     match = re.match(r"([\w.-]+)=(.+)", text, re.DOTALL)
     return (match[1], match[2]) if match and not Path(text).exists() else (None, text)
 
@@ -341,7 +341,7 @@ def _refuse_prepared(folder: Path) -> None:
 
 
 def _refuse_list(file: Path) -> None:
-    """Refuse a `.json` file that is one list; Fathom reads an object on every line."""
+    """Refuse a `.json` file that is a single JSON list; Fathom reads one JSON object per line."""
     with _unpacked(file) as data:
         begins = data.read(COMPRESSED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if begins == b"[":
@@ -451,7 +451,7 @@ def _known_suffixes() -> str:
 
 
 def record_suffixes() -> list[str]:
-    """The extensions of record files, by `READERS`."""
+    """The file extensions of the record files that `READERS` can read."""
     return [suffix for reader in READERS.values() for suffix in reader.suffixes]
 
 
@@ -542,7 +542,7 @@ def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
 
 
 class _Frames(io.RawIOBase):
-    """Compressed frames as one stream, in bounded memory.
+    """Read the compressed frames of a file as one stream, in bounded memory.
 
     The libraries' own readers either end silently at a truncated file, or allocate as much memory as a file demands.
     """

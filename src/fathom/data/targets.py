@@ -1,4 +1,4 @@
-"""The loss mask of a shard, one bit per token in a file next to the tokens; and rows of whole documents.
+"""The loss mask of a shard, one bit per token in a file next to the tokens; and sequences packed from whole documents.
 
 Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
 """
@@ -34,7 +34,7 @@ def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The documents of each row: row r holds `documents[bounds[r] : bounds[r + 1]]`, concatenated."""
+    """The documents of each packed sequence: number r holds `documents[bounds[r] : bounds[r + 1]]`, concatenated."""
 
     documents: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -49,7 +49,7 @@ class PackedRows:
 
 
 def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
-    """Pack whole documents into rows of at most `width` tokens, by best fit, longest first.
+    """Pack whole documents into sequences of at most `width` tokens, by best fit, longest first.
 
     The order of equally long documents depends on the seed.
     """

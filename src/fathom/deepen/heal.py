@@ -162,7 +162,7 @@ def _teacher(road: Road, request: Request) -> str | None:
 
 
 def anywhere(name: str) -> str:
-    """The name of a model as it may be used from any directory: a path is made absolute, a name on the Hub stays."""
+    """The name of a model as it may be used from any directory: a path is made absolute, a Hub name is unchanged."""
     path, at, step = name.partition("@")
     if at and not Path(name).exists() and Path(path).exists():
         return f"{absolute(path)}{at}{step}"

@@ -1,4 +1,4 @@
-"""The result of a screen: a table, a page and JSON."""
+"""The output of `fathom deepen --screen`: a table, a page and JSON."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def values(found: Screened) -> dict[str, object]:
 
 
 def show(out: Path, found: Screened, file: TextIO) -> None:
-    """Print the mechanisms, the strongest gates and the seconds."""
+    """Print the scores of the mechanisms, the strongest gates and the time taken."""
     console = Console(file=file, highlight=False)
     console.print(terminal_table("by mechanism", MECHANISMS, rows(found)))
     console.print(terminal_table("strongest gates", GATES, gate_rows(found.gates[:10])))

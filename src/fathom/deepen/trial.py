@@ -67,7 +67,7 @@ class Trial:
 
 @dataclass
 class Spent:
-    """Time of a step, over all calls of the command."""
+    """The time that one step of a trial took, summed over all calls of the command."""
 
     seconds: float = 0.0
     processor_seconds: float = 0.0

@@ -41,7 +41,7 @@ class TaskSettings:
 
 @dataclass
 class TaskResult:
-    """lm-eval's results for one task, group or tag, and the contribution of each item."""
+    """lm-eval's results for one task, group or tag, and each item's contribution to the scores."""
 
     results: dict[str, Any]
     """lm-eval's JSON, without its samples."""
@@ -56,7 +56,7 @@ def open_lm(
     batch_size: int | None = None,
     max_length: int | None = None,
 ) -> HFLM:
-    """lm-eval's wrapper around a live model.
+    """lm-eval's wrapper around a model that is already loaded.
 
     Without a batch size lm-eval halves one until it fits; on a CPU, where memory runs out too late to notice, it is 16.
     """

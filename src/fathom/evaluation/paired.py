@@ -86,7 +86,7 @@ def difference(items: Items, control: Items) -> Difference:
 
 
 def _terms(items: Items, control: Items) -> tuple[list[float], list[float]]:
-    """Difference and weight of every document or cluster."""
+    """The difference between two scores, and its weight, for every document or cluster."""
     gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
     weights = _weights(items)
     if items.clusters is None:
@@ -101,7 +101,8 @@ Scored = Sequence[Items]
 
 
 def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
-    """The difference of means over several tasks, each counting the same; degrees of freedom by Satterthwaite."""
+    """The difference of means over several tasks, which all have the same weight; degrees of freedom by
+    Satterthwaite."""
     found = [difference(items, control) for items, control in parts]
     return combined_difference(found, [1 / len(found)] * len(found))
 

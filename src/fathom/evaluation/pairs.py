@@ -168,7 +168,8 @@ def _beside(directory: Path) -> tuple[str, ...]:
 
 @contextmanager
 def _task_files(benchmarks: Mapping[str, Sequence[Quizzed]], out: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
-    """Write a file for each benchmark and way of asking. With `out` its path is the same in every call."""
+    """Write a task file for each benchmark and each way of asking its questions. With `out` its path is the same in
+    every call."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) if out is None else out / "questions"
         folder.mkdir(parents=True, exist_ok=True)

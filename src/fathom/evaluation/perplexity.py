@@ -394,7 +394,8 @@ def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]
 
 
 def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Passage], np.ndarray | Sequence[int]]:
-    """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
+    """A function that encodes a document as `fathom prepare` does: it adds no token, and reads no special token from
+    the text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         encode = lambda text: tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # noqa: E731

@@ -111,11 +111,11 @@ class ScoresReport:
     rows: list[ScoreRow]
 
     def gaps(self) -> list[ScoreGap]:
-        """Every difference from the first checkpoint."""
+        """Every difference of a later checkpoint's score from the first checkpoint's."""
         return [gap for row in self.rows for gap in row.differences.values()]
 
     def texts(self) -> Iterator[tuple[str, str, TextScore]]:
-        """Each checkpoint and text with its score."""
+        """Every checkpoint's score on every text, as (checkpoint, text, score)."""
         for name, entry in self.checkpoints.items():
             yield from ((name, text, score) for text, score in entry.perplexity.items())
 

@@ -154,7 +154,7 @@ class Checkpoint:
         self.opened = self.lm = None
 
     def scored(self) -> dict[tuple[str, str], Scored]:
-        """The items of every score, by task or text and metric."""
+        """The per-document items of every score, by task or text and by metric."""
         found = items_of(self.tasks.values())
         for name, score in _with_whole(self.domains).items():
             found.update({(name, metric): [items] for metric, items in score.items().items()})
@@ -198,7 +198,7 @@ def evaluate(
 
 
 def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tuple[list[Checkpoint], ScoresReport]:
-    """Like `evaluate`, but returns the checkpoints with their scores."""
+    """Like `evaluate`, but returns the checkpoints with their scores as well as the report."""
     if not settings.tasks and not settings.perplexity:
         raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
@@ -420,7 +420,8 @@ def kept(
     key: Mapping[str, object],
     make: Callable[[], T],
 ) -> T:
-    """The stored result for the same conditions, else a new one, which is stored if there is an output directory.
+    """The stored result for the same conditions if there is one, else a new result, which is stored if there is an
+    output directory.
 
     Args:
         kind: The type of the result.
@@ -457,7 +458,7 @@ def _task_names(words: str, include: Path | None) -> list[str]:
 
 
 def _common_context(checkpoints: Sequence[Checkpoint], opening: Opening) -> int:
-    """The largest common context, so that all models predict the same tokens from the same context."""
+    """The largest context length common to all models, so that they predict the same tokens from the same context."""
     trusted, ignored = opening.trust_remote_code, opening.ignore_keys
     own = [own_context(checkpoint.directory, trusted, ignored) for checkpoint in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if size is not None)])

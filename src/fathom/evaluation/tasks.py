@@ -111,7 +111,7 @@ KINDS = {"choice": CHOICE, "cloze": CLOZE}
 
 
 def file_task(word: str) -> tuple[str, Path] | None:
-    """Kind and file of `choice:FILE` or `cloze:FILE`; None for a name of lm-eval's."""
+    """Kind and file of `choice:FILE` or `cloze:FILE`; None for the name of an lm-eval task."""
     kind, colon, file = word.partition(":")
     return (kind, Path(file)) if colon and kind in KINDS else None
 
@@ -276,7 +276,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _adapted(row: TaskRow) -> TaskRow:
-    """A row with fields renamed to those that lm-eval's prompts read."""
+    """A document of a task, with its fields renamed to those that lm-eval's prompts read."""
     if "label" not in row and "gold" in row:
         return {**row, "label": str(row["gold"])}
     if "label" not in row and isinstance(row.get("answer"), bool):

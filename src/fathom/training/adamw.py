@@ -1,4 +1,4 @@
-"""AdamW, torch's own, fused where torch has a fused step for all parameters."""
+"""The AdamW of torch, fused if torch has a fused step for all parameters."""
 
 from __future__ import annotations
 

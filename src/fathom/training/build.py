@@ -49,7 +49,7 @@ FROM = "model.from_pretrained"
 
 @dataclass
 class Training:
-    """Model, data, optimizer and guard: everything that a step needs."""
+    """Model, data, optimizer and guard: everything that a training step needs."""
 
     recipe: Recipe
     ranks: Ranks

@@ -145,7 +145,7 @@ class Checkpointer:
                 discard(self.run_dir / step_name(old))
 
     def _checksums(self, directory: Path) -> dict[str, Digest]:
-        """Size and checksum of every file written so far; the ranks share the work, and all fail if one does."""
+        """Size and checksum of every file written so far; the ranks share the work, and all ranks fail if one fails."""
         files = sorted(path for path in directory.iterdir() if path.is_file())
         mine: dict[str, Digest] | str
         try:

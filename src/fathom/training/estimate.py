@@ -52,7 +52,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Sizes of a run, from arithmetic alone."""
+    """The estimated sizes and costs of a run, computed by arithmetic alone."""
 
     mechanism: str
     parameters: int

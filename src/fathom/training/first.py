@@ -28,8 +28,8 @@ INFORMED = 0.8
 
 
 class FirstSteps(Hook):
-    """Compares the first loss with an evaluation of the same batch, and stops a run that destroys its weights. A
-    resumed run is checked again, relative to the loss that it had reached.
+    """Compares a run's first loss with an evaluation of the same batch, and stops a run whose rising loss shows that it
+    destroys its weights. A resumed run is checked again, relative to the loss that it had reached.
     """
 
     every_rank = True

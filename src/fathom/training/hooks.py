@@ -81,7 +81,7 @@ class ObservedRun(Protocol):
         """Print a line above the progress display."""
 
     def stop(self) -> None:
-        """End the run after this step, with a checkpoint."""
+        """End the run after the next training step, with a checkpoint."""
 
     def read(self) -> None:
         """Read the numbers of the steps so far from the device, and log them."""

@@ -210,7 +210,7 @@ class Run:
         return self.step * self.recipe.train.tokens_per_step
 
     def train(self) -> TrainResult:
-        """Take the remaining steps, then evaluate and export."""
+        """Train the remaining steps, then evaluate and export the model."""
         settings, training = self.recipe.train, self.training
         with self.hooks.around(self, self._hook_states), stop_signals(self.ranks.first) as stopped:
             for step, batches in training.batches(self.step, settings.steps):
@@ -236,7 +236,7 @@ class Run:
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Give numbers known after this step to the display, the trackers and every other hook."""
+        """Pass numbers that are known after this step to the display, the trackers and every other hook."""
         for hook in self.hooks:
             hook.log(self.step, values)
 
@@ -245,7 +245,8 @@ class Run:
         self.display.say(text)
 
     def stop(self) -> None:
-        """Stop after the next step, as on a signal: with a checkpoint, from which the same command resumes."""
+        """Stop the run after the next training step, as a signal does, with a checkpoint from which the same command
+        resumes."""
         self._stopping = True
 
     def read(self) -> None:
@@ -280,7 +281,7 @@ class Run:
         return self.step + self.recipe.train.max_skipped - refused
 
     def _advice(self) -> str:
-        """A command that may help a diverging run."""
+        """The advice to the user of a diverging run: a command that may help."""
         if experiment := experiment_of(self.run_dir):
             return f"a {experiment} with a lower optim.lr may help"
         slower = f"--run {shlex.quote(f'{self.run_dir}-slower')} optim.lr={self.recipe.optim.lr / 2:g}"
@@ -310,7 +311,7 @@ class Run:
         self._announce()
 
     def _announce(self) -> None:
-        """Tell the hooks of a checkpoint as soon as every rank has finished it."""
+        """Tell the hooks about a checkpoint as soon as every rank has finished writing it."""
         if self._unannounced is not None and not self.ranks.any(not self.checkpoints.written):
             with self.meter.paused():
                 self._settle_save()
@@ -325,7 +326,8 @@ class Run:
         return succeeded
 
     def _finish(self, number: int | None) -> TrainResult:
-        """Wait for the last checkpoint; after the last step, evaluate and export. `number` is the signal that came."""
+        """Wait until the last checkpoint is written; after the run's last step, evaluate and export the model. `number`
+        is the signal that came."""
         if not self._settle_save():
             raise TrainingError(
                 f"step {self.step} could not be written; free disk space and run the same command again"

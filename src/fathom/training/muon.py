@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised before they are added to the weights.
+"""Muon: the momentum of each matrix is orthogonalised before it is added to the weights.
 
     M ← M + (1 − μ)(G − M)
     U = orthogonal(G + μ(M − G))
@@ -27,7 +27,7 @@ STACK = 2**25
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """The approximate orthogonal factors of matrices [n, r, c]: singular values end near 1."""
+    """The approximate orthogonal factors of matrices [n, r, c], whose singular values are close to 1."""
     if matrices.shape[-2] > matrices.shape[-1]:
         return orthogonal(matrices.mT).mT
     a, b, c = COEFFICIENTS
@@ -39,7 +39,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon, for matrices that are stacked with others of their shape; sharded ones are gathered, one stack at a time.
+    """The Muon optimizer, which stacks matrices of the same shape; sharded matrices are gathered, one stack at a time.
 
     Orthogonalises in bfloat16 on a GPU and in float32 elsewhere, because bfloat16 takes about fifteen times as long on
     most CPUs. If `found_inf` is 1, a step changes nothing, without a host synchronisation.

@@ -64,7 +64,8 @@ def leaves_peak(optim: Optim, step: int, steps: int) -> bool:
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
-    """Whether weight decay applies, by parameter name: to matrices, unless their module exempts them."""
+    """For every parameter, by name, whether weight decay applies: it applies to matrices, unless their module exempts
+    them."""
     answer = {}
     for prefix, module in model.named_modules():
         exempt = getattr(module, "no_weight_decay", ())
@@ -75,7 +76,7 @@ def decays(model: nn.Module) -> dict[str, bool]:
 
 
 def named(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a parameter's name, or is a prefix of it up to a dot."""
+    """Whether a pattern matches a parameter's name, or is a prefix of the name that ends before a dot."""
     return name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
@@ -127,7 +128,7 @@ class Optimizer:
         chosen = hidden if kind.only_matrices else set(self.parameters)
 
         def groups(names: Iterable[str]) -> list[dict[str, Any]]:
-            """Parameter groups by weight decay and rate factor; groups with decay come first."""
+            """Parameter groups by weight decay and learning-rate factor; groups with weight decay come first."""
             kinds: dict[tuple[bool, Share], list[Tensor]] = {}
             for name in sorted(names, key=lambda name: (not decay[name], order[name])):
                 kinds.setdefault((decay[name], share[name]), []).append(self.parameters[name])

@@ -1,4 +1,4 @@
-"""Ranks and how they share a model: single, ddp, fsdp or hsdp, by name.
+"""Ranks and the strategy by which they share a model: single, ddp, fsdp or hsdp.
 
 Everything but a single fp32 process uses FSDP2, with another mesh for each name: under ddp a sharding group has one
 rank, under fsdp it has all ranks, and hsdp has several such groups. Precision, clipping and checkpoints therefore have

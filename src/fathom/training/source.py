@@ -1,4 +1,5 @@
-"""Resolve the name of a checkpoint in a recipe, open it, and make the fingerprint by which a teacher is known."""
+"""Resolve the name of a checkpoint in a recipe, open the checkpoint, and compute the fingerprint that identifies a
+teacher."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Identity:
 
     @classmethod
     def of(cls, run_dir: Path) -> Identity:
-        """The identity of a run directory."""
+        """The identity that a run directory has in a tracking service."""
         path = run_dir / IDENTITY
         if not path.exists():
             write_json(path, {"id": uuid.uuid4().hex[:16]})
@@ -199,7 +199,7 @@ SLOW = 5.0
 
 
 class Display(Hook):
-    """A line on standard error for each log interval."""
+    """The display of a run: a line on standard error for each log interval."""
 
     def __init__(self, mode: str, steps: int) -> None:
         self.mode, self.steps = mode, steps

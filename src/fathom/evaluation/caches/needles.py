@@ -1,4 +1,5 @@
-"""Needle retrieval: needles are planted in a text, asked for once, and counted by the compressions in between.
+"""Needle retrieval: needles are planted in a text, asked for once, and counted by the number of compressions in
+between.
 
 A needle binds a key to a value. After a question the text continues, so answers are predicted but never read. A cache
 can carry one needle as a constant over the whole memory, but not several, so several are the real test.

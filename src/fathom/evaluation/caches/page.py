@@ -68,7 +68,8 @@ def _sentence(name: str, values: CheckpointCaches, report: CacheReport) -> str:
 
 
 def _found(recall: Recall) -> str:
-    """The result on needles: how many compressions most of them survive, judged by the intervals."""
+    """The verdict on needles: the number of compressions that most needles survive, judged by the confidence
+    intervals."""
     sure = [interval is not None and interval[0] > 0.5 for interval in recall.intervals]
     if not sure[0]:
         return "is inconclusive on needles (recall within the window is not clearly above 50 %)"

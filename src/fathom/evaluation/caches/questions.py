@@ -21,7 +21,7 @@ Filter = Callable[[Answer], bool]
 
 @dataclass(frozen=True)
 class Scores:
-    """Answers of one cache, with those of the full cache to the same questions."""
+    """The answers of one cache and of the full cache to the same questions."""
 
     mine: Sequence[Answer]
     full: Sequence[Answer]
@@ -68,7 +68,7 @@ def solved(values: CheckpointCaches) -> tuple[list[str], list[str]]:
 
 
 def scores_of(values: CheckpointCaches, method: str) -> Scores:
-    """One cache's answers next to the full cache's."""
+    """Pair one cache's answers with the full cache's answers."""
     return Scores(values.caches[method].answers, values.questions.reference)
 
 

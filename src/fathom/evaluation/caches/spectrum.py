@@ -53,7 +53,7 @@ class Spectrum:
 
 @torch.no_grad()
 def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectrum:
-    """The spectrum of a window's entries, without the sinks.
+    """The spectrum of the cache entries of one window, without the sinks.
 
     Args:
         model: Any causal language model whose caches can be compressed.
