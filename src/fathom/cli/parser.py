@@ -345,8 +345,8 @@ def add_recipe(
 
 
 def add_running(parser: Parser, name: str) -> None:
-    """Add the arguments that say where and how a comparison or a ladder runs; `name` describes its default
-    directory."""
+    """Add the arguments that say where and how a comparison or a ladder runs; `name` ends the name of its
+    default directory."""
     parser.add_argument("--out", type=Path, help=f"output directory (default: runs/NAME-{name})")
     parser.add_argument(
         "--workers", type=int, default=1, help="number of worker processes; workers of other machines may join"
