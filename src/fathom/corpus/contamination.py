@@ -2,6 +2,8 @@
 
 `benchmarks` reads, checks and indexes the benchmarks. `contamination` searches each file of documents for their items.
 `flags` marks every item as clean or dirty (contaminated). `leak_rules.py` defines what counts as a leak.
+
+`folding.py` makes the forms of a text that are searched, among them parts without their citations, notes and links.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Conversations: converts rows of several chat formats into one format, a list of messages."""
+"""Conversations: converts rows of several chat formats into one format, a list of messages.
+
+`clean.py` keeps the text of messages as it is written, outer spaces included; `exports.py` writes preference pairs for
+TRL.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ of a text.
 Folding removes markup (entities, tags, LaTeX, footnote marks), accents of Latin, Greek and Cyrillic letters, and
 invisible characters. It decomposes compatibility forms (NFKC), and replaces letters of other alphabets by the Latin
 letters that they look like. Joining words that a line break hyphenates takes a vocabulary.
+
+`bare` is the second reading: without citations, notes, links, time codes and line numbers (`apparatus.py`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Measures how many leaked benchmark questions a search finds, by planting questions in excerpts of documents, in every
-form of leak."""
+form of leak.
+
+The forms of leak, and the damaged ones among them, are listed in `forms.py`.
+"""
 
 from __future__ import annotations
 

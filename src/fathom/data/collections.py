@@ -1,4 +1,7 @@
-"""Several collections of tokens read as one dataset: domains of a corpus, or corpora that share a tokenizer."""
+"""Several collections of tokens read as one dataset: domains of a corpus, or corpora that share a tokenizer.
+
+`mixture.py` decides which collection a sequence comes from, by the shares of a phase: share 0 reads nothing.
+"""
 
 from __future__ import annotations
 

@@ -8,6 +8,8 @@
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
 `timing.measure` counts the tensors for which that holds, and the report prints the count.
+
+`differences.plan_changed` decides whether a report is exploratory; such a report calls no difference significant.
 """
 
 from __future__ import annotations

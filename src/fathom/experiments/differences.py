@@ -1,4 +1,7 @@
-"""Computes the numbers and the verdict of a comparison from its runs."""
+"""Computes the numbers and the verdict of a comparison from its runs.
+
+`plan_changed` decides whether the report is exploratory; an exploratory report calls no difference significant.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A comparison as data: the plan, its tasks, and which of them are done."""
+"""A comparison as data: the plan, its tasks, and which of them are done.
+
+`differences.plan_changed` decides whether a report is exploratory: if seeds or contrasts were changed after results.
+"""
 
 from __future__ import annotations
 

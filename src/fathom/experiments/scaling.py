@@ -11,6 +11,8 @@ steps of a random walk from rung to rung, as caused by a learning rate that is s
 weighted line through the horizontal distances, with Student's t.
 
 Losses are in nats; x is the natural logarithm of training FLOPs. Results depend on the losses alone.
+
+Loop iterations have a law of their own, with the exponent φ: `trips.py`.
 """
 
 from __future__ import annotations

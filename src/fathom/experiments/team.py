@@ -1,4 +1,7 @@
-"""The worker processes of a comparison or ladder: their number, and the threads of each."""
+"""The worker processes of a comparison or ladder: their number, and the threads of each.
+
+`task_claims.py` decides when a worker takes over the run of another worker that has ended or is silent.
+"""
 
 from __future__ import annotations
 

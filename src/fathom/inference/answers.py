@@ -1,4 +1,7 @@
-"""Formats generated texts as OpenAI's API answers, with log-probabilities: complete, or as streamed chunks."""
+"""Formats generated texts as OpenAI's API answers, with log-probabilities: complete, or as streamed chunks.
+
+The `finish_reason` is `tool_calls` if the answer ends with complete calls, and `stop` if a stop string cut them.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,9 @@ cache depends on the model:
                  early takes no part in later trips, so it costs nothing, whatever other rows do. Short prompts are read
                  several at a time here too
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
+
+`engine.py` decides whether each row is attended to by itself (`by_rows.py`): 8-bit weights need it to get the same
+tokens.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 A text such as `<|im_end|>` in a message becomes the tokens of its characters. Where a message holds one, each is marked
 before the template is rendered, by a character that no message has. Unmarked ones are then the template's. The rendered
 text is read by a copy of the tokenizer whose special tokens have names that nobody can guess.
+
+`prompt.py` decides whether the texts of messages may hold control tokens after all (`allow_control`).
 """
 
 from __future__ import annotations

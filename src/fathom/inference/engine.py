@@ -2,7 +2,8 @@
 
 It alternates between reading a chunk of waiting prompts (`schedule.py`), short ones several at once where the batch
 can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long as the
-longest may become, fits into the budget, so no text that runs is stopped for another. Nothing here knows text or HTTP.
+longest may become, fits into the budget, so no text that runs is stopped for another. A
+request that can never fit is refused. Nothing here knows text or HTTP.
 """
 
 from __future__ import annotations

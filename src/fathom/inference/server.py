@@ -3,6 +3,8 @@
 A request is checked (`api.py`), becomes one job for each of its texts (`engine.py`), and is answered as its tokens
 come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
 another, so a slow client holds up no other.
+
+`access.py` gives every answer its `x-request-id`.
 """
 
 from __future__ import annotations

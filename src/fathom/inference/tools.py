@@ -4,6 +4,8 @@ parses them.
 A template is asked: it renders a conversation with a call of a made-up tool, and what stands around the call's JSON is
 the notation. That covers `<tool_call>` of Hermes and Qwen, and the bare JSON of Llama 3. Answers are held to the
 notation and to each tool's schema, so reading them back cannot fail but where an answer is cut off.
+
+`answers.py` puts calls into an answer, and decides whether `finish_reason` is `tool_calls`.
 """
 
 from __future__ import annotations

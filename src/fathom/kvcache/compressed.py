@@ -6,6 +6,8 @@
 Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T` entries. In the caches of
 `build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full. With
 `window` every input is read into such a cache, as an evaluation needs whose inputs are scored and not continued.
+
+`Selection.choose` in `method.py` chooses which entries stay, by the scores of the method's own file.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ not amplify. The product has a closed form: the basis, summed over t < L, is a C
 angles of the L entries are zeros of the next polynomial, cos Lα = 0. What is left is one term for each entry:
 
     C_im = (−1)^i sin α cos Lβ / (M (cos β − cos α)),  L/M where α = β      α = π(2i + 1)/2L, β = π(2m + 1)/2M
+
+`schedule.py` decides when the memory is compressed, and how many tokens fit until then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Compression matrices that depend only on the schedule, built once per dtype and device and shared by all caches."""
+"""Compression matrices that depend only on the schedule, built once per dtype and device and shared by all caches.
+
+`Linear` in `method.py` applies a matrix to keys, without their rotation, and to values.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Decides which cache a model gets: the requested one, else the checkpoint's, else the default."""
+"""Decides which cache a model gets: the requested one, else the checkpoint's, else the default.
+
+`Selection.choose` in `method.py` chooses which entries of a compressed cache stay, by the scores of the method's own
+file.
+"""
 
 from __future__ import annotations
 

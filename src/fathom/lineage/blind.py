@@ -13,6 +13,9 @@ eigenvectors of Σ (C Cᵀ + φ Cᵀ C + ½(C + Cᵀ)). Signs come from the prod
 the bases is then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neurons are paired only in layers that this fit
 never saw, by gate and by up apart. R is known up to its sign, so both are tried. If nothing is found, R is fitted to VO
 alone, of all layers, and to FF alone: FF holds for Gaussian input, and a copy can have neurons that fire for no other.
+
+`evidence.py` decides how many neurons, paired in this frame, are significant (T4). `planes.py` compares rotary planes
+(T6).
 """
 
 from __future__ import annotations

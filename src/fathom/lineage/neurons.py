@@ -12,6 +12,8 @@ Two neurons are a pair if each is the other's nearest, both by inputs and by out
 by up. Ties count on one side. Shared training data makes some such pairs between unrelated models, so the test's rate
 is a share of the neurons, not one. Every frame survives neuron permutations and scales; all but the first survive
 rotations.
+
+`experts` chooses which experts of a mixture are compared; `evidence.py` decides how many pairs are significant.
 """
 
 from __future__ import annotations

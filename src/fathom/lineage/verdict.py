@@ -5,6 +5,8 @@ Identical weights are reported as such. "Shared lineage" needs a significant mat
 score that no control reaches, and a share of the training that neither a shared initialisation nor a shared order of
 data explains. Without the last the verdict is "shared initialisation or lineage", however high the score. If only the
 embeddings match, the verdict is "embedding agrees", which accuses nobody: hidden-state distillation does the same.
+
+`inherited.py` sets how large the share of the training must be (`bar`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """`FathomConfig`: a backbone's switches (Qwen3's by default), and a mechanism for each axis (mixer, residual,
-recurrence)."""
+recurrence).
+
+The fields, the switches among them, are declared in `axes/fields.py`.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
 embeds, and hands over to `walk.py`, which walks the plan of `slots.py` and gives every layer the sources that
 its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted.
+
+`pretrained.py` initialises weights, and decides where reentrant activation checkpointing is refused.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. Every file and
 directory is fsynced before the rename, and `latest` is updated after it. A directory named `step-*` was therefore
 complete once, and the manifest shows whether it still is.
+
+`loop.py` refuses a run directory that holds a run of another recipe, and says what to do if it has no checkpoint.
 """
 
 from __future__ import annotations

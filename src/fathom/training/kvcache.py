@@ -1,4 +1,7 @@
-"""Train under a compressed cache: set the recipe's policy in the model's attention and configuration."""
+"""Train under a compressed cache: set the recipe's policy in the model's attention and configuration.
+
+`optimizer.py` decides which weights train (`freeze`), by default all of them; with `lora` it is `adapters.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The training loop, with resuming, logging, evaluating, saving and stopping."""
+"""The training loop, with resuming, logging, evaluating, saving and stopping.
+
+A run directory that holds a run of another recipe is refused (`require_same`).
+"""
 
 from __future__ import annotations
 

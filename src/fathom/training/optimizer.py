@@ -5,6 +5,8 @@ An optimizer is a class in `OPTIMIZERS`, made by `of(groups, optim)`, that decla
 - `only_matrices`: it updates the layers' matrices and adamw the rest; otherwise it updates everything.
 - `reads_found_inf`: its step changes nothing if its attribute `found_inf` is 1. If false, the host reads whether to
   skip the step, which waits for the device.
+
+`freeze` decides which weights train, by `optim.only`; without it all do.
 """
 
 from __future__ import annotations

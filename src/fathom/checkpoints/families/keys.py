@@ -14,6 +14,8 @@ The lists stand in the families' files. They are not taken from the installed cl
 key that a later transformers declares and reads would then be ignored, and so change what is computed. A test compares
 the lists with the installed classes instead: with their declared fields, with the attributes that their modeling files
 read, and with their logits when an ignored key changes.
+
+`models/configuration.py` reads and records `ignore_keys`, and checks the keys of Fathom's own `config.json`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Phi-3: Llama with one matrix for queries, keys and values, and one for the MLP's two inputs.
 
 Its dropout is not applied.
+
+`models/generation.py` reads the whole text again when its length changes the angles of rotary embedding.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Summaries of the answers: scores by task and place of the question, the tasks that the full cache solves, and
-differences from the full cache."""
+differences from the full cache.
+
+`prompts.py` decides where a question stands: just before or just after the last compression.
+"""
 
 from __future__ import annotations
 

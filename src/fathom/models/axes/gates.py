@@ -6,6 +6,9 @@ The gated result is
 
 g and λ are signed and start at zero, so a pretrained model starts as itself, to the last bit. Without g, λ would learn
 the gain of a: where m contains a, or y is a + λ (m - a), most of λ's gradient is that of a gain.
+
+Which mechanisms may have learned gates is decided by `learns` (`blend.py`), and which can start closed by `closed`
+(`roles.py`).
 """
 
 from __future__ import annotations

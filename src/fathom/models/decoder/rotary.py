@@ -6,6 +6,9 @@ The rotation:
 
 A backbone may rotate a part of each head (`partial_rotary_factor`), rotate in float32, have separate angles for each
 layer type, or have no angles because its positions are learned.
+
+`generation.py` reads a text again when its length changes the angles; `rereads` in `configuration.py` says for which
+families.
 """
 
 from __future__ import annotations

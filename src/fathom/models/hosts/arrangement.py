@@ -3,6 +3,8 @@
 Attention hides padding and other documents by its mask. A state has no mask: padding between two tokens lets it decay,
 and the next document of a packed row finds what the last one left. So such a layer reads packed documents as rows of
 their own, and a row's padding before its tokens, where every state is still zero. What it returns is put back.
+
+Padding inside a text that is longer than a layer's window is refused (`check_windows`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Checks that refuse what a hosted decoder (a family's own layers) does not support, with one-line errors."""
+"""Checks that refuse what a hosted decoder (a family's own layers) does not support, with one-line errors.
+
+`arrangement.py` refuses padding inside a text, and padding after a stored state.
+"""
 
 from __future__ import annotations
 
