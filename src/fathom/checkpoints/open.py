@@ -1,4 +1,7 @@
-"""Open a checkpoint: check its directory, then load model and tokenizer, ready for use."""
+"""Open a checkpoint: check its directory, then load model and tokenizer, ready for use.
+
+`families/keys.py` refuses unknown keys of a `config.json`, unless the caller names them in `ignore_keys`.
+"""
 
 from __future__ import annotations
 

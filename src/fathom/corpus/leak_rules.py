@@ -1,10 +1,11 @@
 """Which passages of a text leak a benchmark item.
 
-A leak is one of three passages:
+A leak is one of four passages:
 
 - 13 consecutive words of a question that occur in no other question of the benchmark and not in its right answer;
 - a whole question of 8 to 12 words that no other question contains;
-- a whole question of any length, with its answer next to it.
+- a whole question of any length, with its answer next to it;
+- a whole question with its answer filled into its blank, of 8 to 12 words together.
 
 Up to eight words, label words ("Answer: (b)", "He replied:") and the other choices may stand between question and
 answer; the answer may also stand before its question, as in a row whose keys are sorted, or behind reasons that end

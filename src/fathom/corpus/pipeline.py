@@ -1,4 +1,7 @@
-"""`fathom corpus`: runs every stage in order, but only tasks that changed, and publishes the result."""
+"""`fathom corpus`: runs every stage in order, but only tasks that changed, and publishes the result.
+
+`stage.py` names the folder of a task's result by a hash, and renames it into place.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ shares.
 Row n + 1 goes to the collection for which w (n + 1) - c is largest (the first on a tie), w being its share and c the
 rows that it has had. This is computed in integers, without rounding. After any n rows, with k collections, each has had
 its share to within -1 < w n - c < k - 1.
+
+`recipe.py` turns the `at` of a phase (a later mixture) into a step.
 """
 
 from __future__ import annotations

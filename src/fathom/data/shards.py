@@ -10,6 +10,9 @@ A corpus is a directory::
 The checksum is CRC-32: it finds every error burst of up to 32 bits and all but one in four billion of the others,
 and `zlib` computes it several times faster than any hash in the standard library. It guards against accidents, not
 against adversaries.
+
+`corpus/prepare.py` is `fathom prepare`, which writes shards and resumes after `kill -9`. `choose_split` decides which
+documents are held out.
 """
 
 from __future__ import annotations

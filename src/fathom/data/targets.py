@@ -1,6 +1,9 @@
 """The loss mask of a shard, one bit per token in a file next to the tokens; and sequences packed from whole documents.
 
 Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
+
+`corpus/chat_template.py` decides what a loss mask covers: what the chat template marks by `{% generation %}`, else the
+assistant's messages.
 """
 
 from __future__ import annotations

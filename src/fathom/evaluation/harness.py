@@ -1,4 +1,7 @@
-"""lm-eval on a loaded model, with lm-eval's prompts, metrics, tables and JSON unchanged."""
+"""lm-eval on a loaded model, with lm-eval's prompts, metrics, tables and JSON unchanged.
+
+`tasks.py` finds the tasks, also those of `--include`.
+"""
 
 from __future__ import annotations
 

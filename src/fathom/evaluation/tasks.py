@@ -8,6 +8,8 @@ folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see d
     wikitext/SPLIT.tokens   or .raw; WikiText's own files, cut into articles
 
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
+
+`pairs.py` reads the questions of a `--benchmark` directory.
 """
 
 from __future__ import annotations

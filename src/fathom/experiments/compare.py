@@ -10,6 +10,7 @@ Initial values are shared because each module draws from a generator seeded with
 `timing.measure` counts the tensors for which that holds, and the report prints the count.
 
 `differences.plan_changed` decides whether a report is exploratory; such a report calls no difference significant.
+`plan.py` refuses a directory with runs of another recipe, and `budget.py` is the dry run.
 """
 
 from __future__ import annotations

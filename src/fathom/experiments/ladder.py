@@ -10,6 +10,9 @@ out/prediction.json                 the sealed forecast of the last rung
 out/check/ARM/lr+1/seed-0/          half and twice the learning rate at the largest size
 out/claims/                         which process does which task outside the rungs
 out/report.json, .html, runs.jsonl  written from the above alone
+
+`rungs.py` decides the recipes, the seeds and the `as-large-as-` controls, `stages.py` the next runs and how far a law
+is extrapolated, and `multipliers.py` what the report claims.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The `ladder` section of a ladder's YAML file. It does not import torch, so that `--help` stays fast."""
+"""The `ladder` section of a ladder's YAML file. It does not import torch, so that `--help` stays fast.
+
+`rungs.py` applies these rules, and `multipliers.py` decides what a report may claim or extrapolate.
+"""
 
 from __future__ import annotations
 

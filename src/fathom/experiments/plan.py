@@ -1,6 +1,7 @@
 """A comparison as data: the plan, its tasks, and which of them are done.
 
 `differences.plan_changed` decides whether a report is exploratory: if seeds or contrasts were changed after results.
+A paper's table makes its plans in `paper.py`; `cli/paper.py` prints its dry run, which needs no data.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """The access log: one line of JSON for each request, and `x-request-id` in every answer.
 
 No text of a client is written but the path, as JSON.
+
+`gate.py` reads the file of `--api-keys` and checks each request's key, whose name this log shows.
 """
 
 from __future__ import annotations

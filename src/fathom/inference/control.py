@@ -4,7 +4,7 @@ A text such as `<|im_end|>` in a message becomes the tokens of its characters. W
 before the template is rendered, by a character that no message has. Unmarked ones are then the template's. The rendered
 text is read by a copy of the tokenizer whose special tokens have names that nobody can guess.
 
-`prompt.py` decides whether the texts of messages may hold control tokens after all (`allow_control`).
+`prompt.py` decides whether control tokens in messages become plain text (`allow_control_tokens`).
 """
 
 from __future__ import annotations

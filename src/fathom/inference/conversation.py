@@ -1,4 +1,7 @@
-"""An interactive conversation with a model, line by line."""
+"""An interactive conversation with a model, line by line.
+
+`prompt.py` turns the messages into tokens, and decides whether their control tokens become plain text.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 No grammar forces a canonical tokenisation. llguidance would then tokenise forced text by itself, so `<|im_end|>` in an
 enum would become the token that ends texts, and a pattern that forces a million letters would be parsed at once.
+
+`structure.py` computes from a grammar which tokens may come next.
 """
 
 from __future__ import annotations

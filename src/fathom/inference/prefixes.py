@@ -4,6 +4,9 @@ A prompt takes over what another's first tokens left in the cache, but only up t
 cut into chunks: the kernels of a matrix product depend on how many tokens it has, so anything else would differ in the
 last bits from reading the same chunks anew. If two prompts diverge within a chunk, the second is split at that
 position, and a third can use it. The logits after a prompt are kept too, so a repeated prompt is not read at all.
+
+`engine.py` decides which prompts use the cache: none with `echo` and `logprobs`, or with `return_trips`. Prompts share
+entries only if their `cache_salt` is the same.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Turns a prompt or a conversation into token ids."""
+"""Turns a prompt or a conversation into token ids, and decides whether messages may contain control tokens.
+
+Only the chat template writes control tokens (special tokens such as `<|im_end|>`), unless `allow_control_tokens` is
+set: `control.py` makes those in messages plain text. An empty prompt starts a new document.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Combines the sampling settings of `fathom generate` with the checkpoint's own, in transformers' form."""
+"""Combines the sampling settings of `fathom generate` with the checkpoint's own, in transformers' form.
+
+Settings of `generation_config.json` that the server does not support are listed in `sampling.py`; `launch.py` warns of
+them.
+"""
 
 from __future__ import annotations
 

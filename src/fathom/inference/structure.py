@@ -2,6 +2,8 @@
 
 A `Constraint` is a function of the tokens that were made, as a `Choice` is: drafts that are not kept, and other texts
 of a batch, leave nothing behind in it.
+
+`api_structure.py` reads the fields of a request, such as `response_format` and `disable_any_whitespace`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 each iteration.
 
 This file is imported by vLLM, by the name that `vllm_plugin.py` registers; the module needs vLLM.
+
+`models/trips/engines.py` decides which recurrences an inference engine runs, and refuses the others.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Build caches by the name of a method."""
+"""Build caches by the name of a method.
+
+`policy.py` decides which method and schedule a model gets: the caller's, else the checkpoint's own, else the default.
+`schedule.py` defines N, S, L and γ.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ depth.
 Nothing here changes the forward pass. Hooks on the mixers take what the mixer was given, and measure its weights with
 that. Hooks on the layers read the residual stream after every visit (one layer in one iteration) and send it through
 the model's last norm and head (the logit lens).
+
+Of several Jacobi rounds (`ponder2`, `ponder3`) the final one is shown; `prefill` in `pondering.py` chooses between
+rounds and the exact pass.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ A layer is a dict of arrays by role. Each step returns a new one:
 The order matters. On pre-norm models both steps keep the logits. Steps act on the roles that are present, so a caller
 that needs only q and k reads only q and k. The other gauges need no step: values and outputs are compared by their
 product, neurons by rows of unit length, and the scale of a matrix drops out of every score.
+
+`inherited.py` forms the products that no gauge affects, such as W_qᵀ W_k.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
 """Null distributions: the scores of unrelated pairs of models, from the controls of a comparison or from a file of
-`calibrate`."""
+`calibrate`.
+
+`comparison.py` decides which controls are used: trained and unrelated models of the pair's structure class (widths,
+and whether depths are equal). Others are listed but not used.
+"""
 
 from __future__ import annotations
 

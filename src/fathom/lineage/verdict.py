@@ -7,6 +7,8 @@ data explains. Without the last the verdict is "shared initialisation or lineage
 embeddings match, the verdict is "embedding agrees", which accuses nobody: hidden-state distillation does the same.
 
 `inherited.py` sets how large the share of the training must be (`bar`).
+`evidence.py` says when a test matches, such as T4 in the blind frame. `comparison.py` chooses the controls that are
+used, and checks that none scores as high as the pair.
 """
 
 from __future__ import annotations

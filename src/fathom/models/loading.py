@@ -1,4 +1,7 @@
-"""Open checkpoints strictly: which keys the checkpoint decides, and which missing or misshapen tensors are refused."""
+"""Open checkpoints strictly: which keys the checkpoint decides, and which missing or misshapen tensors are refused.
+
+`pretrained.py` initialises weights.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Skips bad steps on the device, without a host synchronisation."""
+"""Skips bad steps on the device, without a host synchronisation.
+
+`loop.py` handles signals and stops a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Held-out loss: per domain, in bits per byte, and by position in the context."""
+"""Held-out loss: per domain, in bits per byte, and by position in the context.
+
+`data/shards.py` decides which documents are held out (`choose_split`).
+"""
 
 from __future__ import annotations
 

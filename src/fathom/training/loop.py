@@ -1,6 +1,7 @@
 """The training loop, with resuming, logging, evaluating, saving and stopping.
 
 A run directory that holds a run of another recipe is refused (`require_same`).
+A run stops at SIGTERM or SIGINT. Signals that come within three seconds count as one.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 From Gemma 2 on a layer has four norms.
 
 Multimodal checkpoints of Gemma 3 contain a vision tower too, and are refused.
+
+Gemma 4 is a hosted family (`layouts.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Summaries of the answers: scores by task and place of the question, the tasks that the full cache solves, and
 differences from the full cache.
 
-`prompts.py` decides where a question stands: just before or just after the last compression.
+`prompts.py` places a question before or after the last compression (`inside`, `outside`).
 """
 
 from __future__ import annotations

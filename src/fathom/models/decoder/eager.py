@@ -1,4 +1,8 @@
-"""Attention in plain PyTorch with capped logits, c · tanh(logit / c); the cap is applied before the mask."""
+"""Attention in plain PyTorch with capped logits, c · tanh(logit / c); the cap is applied before the mask.
+
+Hand-written backward passes, which run in eager training only, are in `rms_norm.py`, `rotary.py` and `loss.py`, and in
+the mixer `depth_attention.py`.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ Forward and backward:
 
 y = w ⊙ (x · r),  r = 1 / √(mean(x²) + ε)
 dx = r (g − x r² mean(g ⊙ x)),  g = w ⊙ dy        dw = Σ dy ⊙ (x · r)
+
+Compiled code sees the plain form, which the compiler fuses; the hand-written backward runs in eager training only.
 """
 
 from __future__ import annotations

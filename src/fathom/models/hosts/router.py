@@ -3,6 +3,9 @@ layers.
 
 Over the visits of all iterations pooled it would be blind: a first iteration that sends everything to one expert and a
 second that sends everything to another balance each other.
+
+`modeling.py` adds the loss as `router`, and reports the busiest expert's load over its even share as `expert_load`.
+Families whose class has no balancing loss get none.
 """
 
 from __future__ import annotations

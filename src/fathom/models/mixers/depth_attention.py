@@ -14,7 +14,8 @@ then hold k̃, and k̃_j is the key that later layers score. All keys of a token
 rotated keys equals rotating mixed ones.
 
 With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above; keys likewise. With
-`blend: learned` it is ṽ_ℓ = (1 + g) v_ℓ + λ m, where m attends over D_ℓ alone.
+`blend: learned` it is ṽ_ℓ = (1 + g) v_ℓ + λ m, where m attends over D_ℓ alone. `blend.py` raises λ
+over `blend_steps` in training.
 
 Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
 ordinary cache. No parameters.

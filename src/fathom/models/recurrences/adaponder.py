@@ -21,6 +21,9 @@ There σ = 1, nothing is learned and nothing penalised. Who makes iteration k de
 those with frac(t φ) below the share, φ the golden ratio, which spreads any share evenly over the text.
 
 With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every iteration repeats the first one, whatever the gates say.
+
+By default halted tokens are computed and discarded; with `skip_dead_rows` they are left out (`roles.py` chooses,
+`walk.py` does it).
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ is needed.
 A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the slots, `[B, N]`, and knows for each pair
 of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with
 some.
+
+`walk.py` decides when FlexAttention is refused, and `training/build.py` refuses it for training on a CPU.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ Rotary positions never depend on the iteration.
 `sweep` is the loop that defines every recurrence: iteration, gate, feed. With one token and a cache it is decoding.
 With all tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps
 it. Neither knows any mechanism. `reading.py` decides what an iteration may read, and `walk.py` makes it.
+
+With `kv: first` the visits of later iterations borrow the keys and values of the layer's first iteration: the
+recurrence's `shares` requests it, and `plan` sets `borrows`.
 """
 
 from __future__ import annotations

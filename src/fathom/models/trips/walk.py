@@ -6,6 +6,9 @@ bank, and any Hugging Face cache works (`Banked`); a model of one iteration is t
 two cases. Without a cache (training), keys and values of earlier iterations enter each layer as tensors (`Dense`;
 `Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side (`Interleaved`). With a
 cache (inference), they are in the slot cache (`Stored`).
+
+`slots.py` has the solvers, `sweep` and `jacobi`, and the plan of layers. FlexAttention is refused here for gradients on
+a CPU and for a static cache of slots.
 """
 
 from __future__ import annotations
