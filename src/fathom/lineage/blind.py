@@ -14,10 +14,8 @@ the bases is then improved by R ← polar(Σ C_A R C_Bᵀ + C_Aᵀ R C_B). Neuro
 never saw, by gate and by up apart. R is known up to its sign, so both are tried. If nothing is found, R is fitted to VO
 alone, of all layers, and to FF alone: FF holds for Gaussian input, and a copy can have neurons that fire for no other.
 
-`evidence.py` decides how many neurons, paired in this frame, are significant (T4). `planes.py` compares rotary planes
-(T6).
-`evidence.py` judges the share of neurons that this frame pairs (T4): it decides from five times the largest share in
-any control. Without controls, 9 of 160 neurons stand for that share.
+`planes.py` compares rotary planes (T6). `evidence.py` judges the share of neurons that this frame pairs (T4): it
+decides from five times the largest share in any control. Without controls, 9 of 160 neurons stand for that share.
 """
 
 from __future__ import annotations
