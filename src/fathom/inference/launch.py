@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from fathom.checkpoints.open import Opening
 from fathom.errors import FathomError, SettingsError
-from fathom.inference.access import to_stderr
+from fathom.inference.access_log import to_stderr
 from fathom.inference.cache_memory import default_memory
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Keys, Timed, read_keys

@@ -4,7 +4,7 @@ A request is checked (`api.py`), becomes one job for each of its texts (`engine.
 come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
 another, so a slow client holds up no other.
 
-`access.py` gives every answer its `x-request-id`.
+`access_log.py` gives every answer its `x-request-id`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from starlette.types import Receive, Scope, Send
 from fathom.checkpoints.special_tokens import as_list, settle_generation, unknown_token
 from fathom.errors import RequestError, SettingsError
 from fathom.inference import responses
-from fathom.inference.access import Access
+from fathom.inference.access_log import Access
 from fathom.inference.answers import Envelope, written
 from fathom.inference.api import (
     HALF,

@@ -37,7 +37,7 @@ from .axes.numerics import IGNORE
 from .axes.roles import Recurrence, Residual, ResidualState, TripState, ValueMixer, View, Ways, watched
 from .axes.visit import Plan
 from .configuration import FathomConfig
-from .decoder.eager import attend_capped
+from .decoder.capped_attention import attend_capped
 from .decoder.experts import feed_forward
 from .decoder.head import build_head
 from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weighted_lm_loss
