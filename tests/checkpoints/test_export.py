@@ -57,14 +57,14 @@ def test_an_embedding_scale_is_folded_in(tmp_path):
 @pytest.mark.parametrize(
     "case,form,says",
     [
-        ("depth_attention", "qwen3", "mixer=depth_attention is no other family"),
+        ("depth_attention", "qwen3", "no other model family has mixer=depth_attention"),
         ("denseformer", "qwen3", "residual=denseformer"),
         ("loop", "qwen3", "recurrence=loop"),
-        ("loop+depth_attention", "unrolled", "mixer=depth_attention is no plain deeper model"),
-        ("ponder+depth_attention", "unrolled", "recurrence=ponder has no unrolled form, since only a loop"),
-        ("loop-early", "unrolled", "a loop with .* exit or kv is no plain deeper model"),
+        ("loop+depth_attention", "unrolled", "a model with mixer=depth_attention cannot be unrolled"),
+        ("ponder+depth_attention", "unrolled", "recurrence=ponder cannot be unrolled, since only"),
+        ("loop-early", "unrolled", "a loop with .* exit or kv cannot be unrolled"),
         ("vanilla", "onnx", "must be one of fathom, native, unrolled, gguf, llama"),
-        ("vanilla", "gguf", "a GGUF export is a file, called FILE.gguf"),
+        ("vanilla", "gguf", "a GGUF export is a single file; choose a path that ends in .gguf"),
     ],
 )
 def test_forms_that_cannot_be(case, form, says, tmp_path):
@@ -157,7 +157,7 @@ def test_a_comparison_gives_its_best_run(tmp_path, capsys):
     capsys.readouterr()
     for words in (["export", tmp_path, "--to", tmp_path / "x"], ["lineage", "compare", tmp_path, best]):
         assert main([*map(str, words)]) == 2
-        assert "not a comparison" in (said := capsys.readouterr().err) and said.count("\n") == 1
+        assert "not a comparison's" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 def test_command_complains_in_one_line(tmp_path, capsys):

@@ -88,13 +88,17 @@ def test_offline_is_one_line_unless_the_cache_has_it(served: Hub, monkeypatch: p
     hub._snapshot.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert hub.local("org/tiny") == first
-    with pytest.raises(ModelError, match=r"^org/tiny@v2: .*HF_HUB_OFFLINE is set, and the cache does not hold it$"):
+    with pytest.raises(
+        ModelError, match=r"^org/tiny@v2: .*HF_HUB_OFFLINE is set; the cache does not hold the model either$"
+    ):
         hub.local("org/tiny@v2")
 
 
 def test_a_hub_that_does_not_answer_is_one_line(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelError, match=r"^org/tiny: .*it cannot be reached, and the cache does not hold it$"):
+    with pytest.raises(
+        ModelError, match=r"^org/tiny: .*it cannot be reached; the cache does not hold the model either$"
+    ):
         hub.local("org/tiny")
 
 

@@ -85,7 +85,7 @@ def test_what_is_left_as_it_is():
     layer = Int8Linear(large)
     with pytest.raises(RuntimeError, match="no gradients"):
         layer(torch.randn(1, 64, requires_grad=True))
-    with pytest.raises(RuntimeError, match="stays on a CPU"):
+    with pytest.raises(RuntimeError, match="runs only on a CPU"):
         layer.to("meta")
     with pytest.raises(SettingsError, match="no linear layers"):
         quantise(nn.Sequential(nn.Linear(8, 8)))

@@ -60,7 +60,7 @@ def test_a_good_header_is_read(tmp_path):
         ({"a": entry(0, 16, [True, 4])}, 16, "natural"),
         ({"a": entry(16, 0, [2, 2])}, 16, "outside"),
         ({"a": entry(0, 16, [2, 2], "PICKLE")}, 16, "not known"),
-        ({"a": 7}, 0, "not an object"),
+        ({"a": 7}, 0, "not a JSON object"),
         (b'{"a": {"dtype": "F32"}, "a": {}}', 0, "twice"),
         (b'{"\xff": 1}', 0, "UTF-8"),
         (b"[" * 100_000, 0, "nested|not JSON"),

@@ -74,8 +74,8 @@ PREPARE = [
     ("=good.jsonl", "=good.jsonl"),
     ("good.jsonl --text-field body", "body"),
     ("good.jsonl --text-field ''", "text-field"),
-    ("good.txt --text-field body", "text-field body: text files have no fields"),
-    ("good.txt --domain-field domain", "domain-field domain: text files have no fields"),
+    ("good.txt --text-field body", "text-field body: all inputs are text files"),
+    ("good.txt --domain-field domain", "domain-field domain: all inputs are text files"),
     ("good.jsonl --file-format xls", "--file-format xls"),
     ("good.jsonl --undecodable ignore", "--undecodable ignore"),
     ("good.jsonl --oversize maybe", "--oversize maybe"),
@@ -309,7 +309,7 @@ LADDER = [
     ("cpu data.directory=corpus/out --arms vanilla,loop ladder.nonsense=3", "ladder.nonsense"),
     (
         "cpu data.directory=corpus/out --arms 'mine=vanilla;train.steps=9,loop'",
-        "mine: train.steps is set by the ladder",
+        "mine: train.steps follows from the tokens",
     ),
     ("cpu data.directory=corpus/out --arms vanilla,loop --report --dry-run", "--report"),
 ]

@@ -75,13 +75,16 @@ def test_an_ignored_key_is_one_that_the_class_ignores_too(
     ("keys", "says"),
     [
         ({"model_type": "fathom"}, "is an export of Fathom"),
-        ({"model_type": "bloom"}, "is a bloom model; Fathom and transformers both have a class for afmoe, "),
+        (
+            {"model_type": "bloom"},
+            "is a bloom model; allowed: models that both Fathom and transformers have a class for: afmoe, ",
+        ),
         ({"model_type": "odd", "auto_map": {"AutoModel": "a.B"}}, "the directory's own code is never run"),
         ({"model_type": "nanbeige", "num_loops": 2}, "is a nanbeige model"),
-        ({"recurrent_model": True, "num_latent_thoughts": 2, "interpolation": False}, "opens with ponder2"),
+        ({"recurrent_model": True, "num_latent_thoughts": 2, "interpolation": False}, "has the mechanism ponder2"),
         (
             {"recurrent_model": True, "use_depth_attention": True, "depth_attention_stride": 2},
-            "opens with depth_attention",
+            "has the mechanism depth_attention",
         ),
         ({"num_latent_thoughts": 2, "latent_new": 1}, "latent_new=1"),
         ({"hidden_size": "wide"}, "hidden_size"),

@@ -33,5 +33,5 @@ def test_wrong_names_and_places(
     for words, said in {("mixer", "Pair"): "lower-case", ("cache", "tova"): "is there already"}.items():
         assert main(["new", *words]) == 2 and said in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
-    assert main(["new", "mixer", "pair"]) == 2 and "not in a checkout" in capsys.readouterr().err
+    assert main(["new", "mixer", "pair"]) == 2 and "run this in a checkout" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

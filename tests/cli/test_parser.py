@@ -18,7 +18,7 @@ from fathom.errors import SettingsError
         ("generate", "`kvcache` grows: leave out `batch_size`", "--kvcache grows: leave out --batch-size"),
         ("generate", "`options` num_beams=x: allowed", "--set num_beams=x: allowed"),
         ("export", "export it with `form=fathom`", "export it with --as fathom"),
-        ("deepen", "mechanism=loop+ponder: two values", "--with loop+ponder: two values"),
+        ("deepen", "mechanism=loop+ponder: two mechanisms", "--with loop+ponder: two mechanisms"),
         ("train", "branch it: `origin=runs/a` with `run_dir`", "branch it: --from runs/a with --run"),
         ("lineage", "give it with `adapter_base`", "give it with --adapter-base"),
         (

@@ -82,12 +82,12 @@ def test_files(tmp_path: Path) -> None:
         ("", "holds no item"),
         ("{bad", "benchmarks.t"),
         ("[1]", "item 1 is list, no object"),
-        ('{"x": 1}', "item 1: no question: name its field; there are x"),
+        ('{"x": 1}', "item 1: no question: name the field of the question; the fields are x"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "n.json").write_text("3")
-    with pytest.raises(DataError, match=r"benchmarks\.t: .*neither a list of items nor columns"):
+    with pytest.raises(DataError, match=r"benchmarks\.t: .*expected a list of items, or columns"):
         read_items(tmp_path / "n.json", "t")
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(DataError) as raised:

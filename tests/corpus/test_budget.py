@@ -37,7 +37,7 @@ def test_without_shares_or_budget() -> None:
     budget = plan_budget({"a": 3000, "b": 1000, "none": 0}, {}, None, 4)
     assert budget.weights == {"a": 3, "b": 1} and budget.tokens == 4000
     assert budget.epochs == {"a": 1.0, "b": 1.0}
-    with pytest.raises(DataError, match=r"mix\.shares\.b: nothing of this collection is left") as raised:
+    with pytest.raises(DataError, match=r"mix\.shares\.b: no tokens of this collection are left") as raised:
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
     assert raised.value.exit_code == 2
 
@@ -58,5 +58,5 @@ def test_the_order_of_rows_is_written_in_as_few_bytes_as_hold_it(count: int, tmp
 def test_shares_to_four_digits() -> None:
     assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
     assert whole_weights([1.0, 1e-9]) == [10_000, 1]
-    with pytest.raises(ValueError, match="positive weights"):
+    with pytest.raises(ValueError, match="weights must be positive"):
         row_order([1, 0], 3)

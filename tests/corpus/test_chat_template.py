@@ -138,13 +138,13 @@ def test_what_is_learnt_of_a_template_is_what_the_assistant_says(template: str, 
     [
         ("{% for m in messages %}{{ m.content | upper }}<stop>{% endfor %}", "rewrites message 1"),
         ("{% for m in messages %}{{ m.content[:40] }}<stop>{% endfor %}", None),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "ends an answer with no token of its own"),
-        ("{% for m in messages %}{{ m.content + m.content }}<stop>{% endfor %}", "says a message twice"),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "ends an answer without a special token"),
+        ("{% for m in messages %}{{ m.content + m.content }}<stop>{% endfor %}", "writes a message twice"),
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}<stop>{% endfor %}", "leaves message 2 out"),
         ("{{ raise_exception('roles must alternate') }}", "fails: roles must alternate"),
         (
             "{{ messages[0].content | length }}<start>{% for m in messages %}{{ m.content }}<stop>{% endfor %}",
-            "depends on what they say",
+            "depends on the messages' content",
         ),
     ],
 )

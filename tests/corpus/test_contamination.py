@@ -94,7 +94,7 @@ def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
     )
     file = write_jsonl(tmp_path / "a.jsonl", [Prose().document()])
     rules = {"benchmarks": {"quiz": str(quiz)}, "strict": True}
-    with pytest.raises(DataError, match="1 questions have two answers") as raised:
+    with pytest.raises(DataError, match="1 questions have two different answers") as raised:
         until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate=rules))
     assert raised.value.exit_code == 1
     until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate={**rules, "strict": False}))

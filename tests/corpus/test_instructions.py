@@ -78,7 +78,7 @@ def test_a_trace_is_a_conversation_with_tools() -> None:
         {"role": "assistant", "content": "Thought: that is it\nFinal Answer: 12 m"},
     ]
     require_tools(trace_messages(TRACE), ["search"])
-    with pytest.raises(DataError, match="the action 'search' is none of its tools: find"):
+    with pytest.raises(DataError, match="the trace calls 'search', which is not one of its tools: find"):
         require_tools(trace_messages(TRACE), ["find"])
     for broken in (TRACE.replace("Final Answer", "Answer"), TRACE.replace("Question: ", "")):
         with pytest.raises(DataError):
@@ -169,7 +169,9 @@ def test_from_a_recipe(tokenizer: str, tmp_path: Path) -> None:
     )
     report = build(parse_corpus_recipe(values), tmp_path / "out")
     failed = {row["path"]: row["detail"] for row in lines(tmp_path / "out" / "stages" / "ingest" / "failed.jsonl")}
-    assert failed.keys() == {"t.jsonl:2", "r.jsonl:2"} and "'guess' is none of its tools" in failed["r.jsonl:2"]
+    assert (
+        failed.keys() == {"t.jsonl:2", "r.jsonl:2"} and "'guess', which is not one of its tools" in failed["r.jsonl:2"]
+    )
     assert report.stages["converse"].counts["conversations"] == 31
     place = tmp_path / "out" / "exports"
     exported = lines(place / "trl" / "minerals.jsonl")

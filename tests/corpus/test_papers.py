@@ -68,7 +68,7 @@ def test_the_pairs_of_rows() -> None:
         assert true or said["content"] == "False. It is the abstract of “Sound in still lakes”."
         answers.add(true)
     assert answers == {True, False}
-    with pytest.raises(DataError, match="no title and abstract: it has name"):
+    with pytest.raises(DataError, match="no title and abstract: the record has name"):
         paper_of({"name": "x"})
 
 

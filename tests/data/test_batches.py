@@ -284,16 +284,16 @@ def test_impossible_plans_are_refused(dataset: TokenDataset) -> None:
             BatchPlan(dataset, *arguments)
     for arguments, message in [
         ((1, 4), "sequence_length must be at least 2"),
-        ((64, 0), "cannot evaluate 0 rows at a time as rank 0 of 1"),
-        ((64, 4, None, 2, 2), "cannot evaluate 4 rows at a time as rank 2 of 2"),
+        ((64, 0), "batch_size=0, rank 0 of 1: allowed"),
+        ((64, 4, None, 2, 2), "batch_size=4, rank 2 of 2: allowed"),
     ]:
         with pytest.raises(DataError, match=message):
             evaluation_batches(dataset, *arguments)
     plan = BatchPlan(dataset, 64, 6, 0)
     for layout, message in [
-        ((0, 4), "6 rows per step cannot be shared equally by 4 ranks"),
-        ((0, 2, 2), "3 rows per rank cannot be cut into micro-batches of 2"),
-        ((2, 2), "rank 2 is outside a world of 2"),
+        ((0, 4), "6 sequences per step cannot be divided among 4 ranks"),
+        ((0, 2, 2), "3 sequences per rank cannot be divided into micro-batches of 2"),
+        ((2, 2), "rank=2: allowed: from 0 to below world_size=2"),
     ]:
         with pytest.raises(DataError, match=message):
             plan.batch(0, *layout)

@@ -151,7 +151,9 @@ def test_corpora_and_domains_mix_and_what_does_not_fit_is_named(corpus: Path, tm
         open_mixture(corpus, ["oceans"])
     other = str(tmp_path / "other")
     prepare([str(text)], other, train_tokenizer=280, held_out=0.0, workers=1)
-    with pytest.raises(DataError, match=r"its tokenizer \(\w{12}\) is not that of .*prepare both with one$"):
+    with pytest.raises(
+        DataError, match=r"its tokenizer \(\w{12}\) is not that of .*prepare both with the same tokenizer$"
+    ):
         open_mixture(corpus, ["rivers", other])
     with pytest.raises(DataError, match="a context of 4096 tokens is longer"):
         BatchPlan(mixed, 4096, 4, 0, mixture=Mixture([Phase(0, (1.0, 1.0))]))

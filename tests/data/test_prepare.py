@@ -572,7 +572,7 @@ def test_a_single_text_file_is_divided_so_that_some_is_held_out(
         ("Fünf Faden".encode("latin-1"), "is not UTF-8"),
         ("Fünf Faden\n\nund sechs".encode("latin-1"), "is not UTF-8"),
         ("Fünf Faden\nund sechs\n".encode("utf-16"), "is not UTF-8"),
-        (b"a single line", "a single line, of which no part can be held out: `held_out=0`"),
+        (b"a single line", "a single line, so no part can be held out: `held_out=0`"),
     ],
 )
 def test_the_fault_of_a_single_text_file_is_told_first(data: bytes, says: str, tmp_path: Path) -> None:

@@ -206,8 +206,8 @@ def test_batches_and_evaluation() -> None:
     ("where", "words"),
     [
         ("puzzle:chess", "no such puzzle; there are hops, a5, z60, arithmetic, recall"),
-        ("puzzle:hops?depth=3", "depth=3: allowed: whole numbers for hops, names, queries, words, seed"),
-        ("puzzle:hops?names=many", "names=many: allowed: whole numbers"),
+        ("puzzle:hops?depth=3", "depth=3: allowed options: hops, names, queries, words, seed, each"),
+        ("puzzle:hops?names=many", "names=many: allowed options: "),
         ("puzzle:hops?names=0", "names=0: allowed: 1 or more"),
         ("puzzle:hops?names=8", "hops < names"),
         ("puzzle:recall?queries=17", "queries <= pairs"),

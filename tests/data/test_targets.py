@@ -132,11 +132,11 @@ def test_held_out_conversations_are_read_once(place: Path) -> None:
 def test_what_cannot_be_is_said_in_one_line(corpus: Path, place: Path, tmp_path: Path, talk: TargetDataset) -> None:
     assert isinstance(open_data(place), TargetDataset)
     assert not isinstance(open_data(corpus), TargetDataset)
-    with pytest.raises(DataError, match=r"data.packing=windows: allowed: documents, for .* has a loss mask"):
+    with pytest.raises(DataError, match=r"data.packing=windows: allowed: documents, because .* has a loss mask"):
         BatchPlan(talk, WIDTH, 4, 0)
     with pytest.raises(DataError, match=r"data.sequence_length=31: \d+ documents .* allowed: 32 or more$"):
         BatchPlan(talk, 31, 4, 0, "documents").batch(0)
-    with pytest.raises(DataError, match=r"data.packing=windows: allowed: documents, for .* has a loss mask"):
+    with pytest.raises(DataError, match=r"data.packing=windows: allowed: documents, because .* has a loss mask"):
         BatchPlan(open_mixture(corpus, ["rivers", str(place)]), WIDTH, 4, 0, mixture=Mixture([Phase(0, (1.0, 1.0))]))
     copy = tmp_path / "copy"
     shutil.copytree(place, copy)

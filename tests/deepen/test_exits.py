@@ -191,9 +191,9 @@ def test_the_command_writes_what_generate_obeys(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["trips"] == 1.0
     for wrong, says in (
         (["--exit", str(base), "--out", "x"], "--exit needs --text"),
-        (["--exit", str(base), "--text", "x", "--out", str(base)], "is the model itself"),
+        (["--exit", str(base), "--text", "x", "--out", str(base)], "is the input model itself"),
         (["--exit", str(base), "--with", "loop", "--text", "x", "--out", "x"], "--with has no meaning with --exit"),
-        ([str(base), "--out", "x"], "--with is missing"),
+        ([str(base), "--out", "x"], "give --with"),
         ([str(base), "--with", "mudd", "--loss", "0.1", "--out", "x"], "--loss needs --exit"),
     ):
         assert main(["deepen", *wrong]) != 0

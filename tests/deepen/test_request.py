@@ -36,7 +36,7 @@ def test_what_is_not_said():
         ("vanilla", None, "mechanism=vanilla: no such mechanism"),
         ("none", None, "mechanism=none: no such mechanism"),
         ("", None, "no such mechanism; allowed: depth_attention"),
-        ("loop+ponder", None, r"mechanism=loop\+ponder: two values of the recurrence axis"),
+        ("loop+ponder", None, r"mechanism=loop\+ponder: two mechanisms of the recurrence axis"),
         ("loop:times=2", None, "mechanism=loop:times=2: allowed: .*trips"),
         ("loop:trips", None, "mechanism=loop:trips: allowed: .* each as key=value"),
         ("depth_attention", "1-2", "layers=1-2: needs loop in `mechanism`"),

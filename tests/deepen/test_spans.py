@@ -131,7 +131,7 @@ def test_numbers_without_a_meaning_are_refused(change, says):
 
 def test_what_cannot_be_searched_is_one_line(model_and_text):
     model, tokenizer, text = model_and_text
-    with pytest.raises(SettingsError, match="sizes=2-9: allowed: 1 to 4, the layers of this model"):
+    with pytest.raises(SettingsError, match="sizes=2-9: allowed: from 1 to 4, the number of layers"):
         search(model, tokenizer, [text], Search(sizes=(2, 9)))
     with pytest.raises(SettingsError, match=r"12 documents, 52 are needed.*A text file is one document"):
         search(model, tokenizer, [text], Search(sizes=(2, 3)))

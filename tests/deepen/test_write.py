@@ -160,7 +160,9 @@ def test_text_that_is_not_there_is_refused_before_the_model_is_opened(words, tmp
     assert "no/model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind,says", [("t5", "is a t5 model; Fathom opens"), (None, "no such directory")])
+@pytest.mark.parametrize(
+    "kind,says", [("t5", "is a t5 model; Fathom opens"), (None, "neither a directory nor a name on the Hub")]
+)
 def test_families_that_cannot_are_one_line(kind, says, tmp_path, capsys):
     place = tmp_path / "model"
     if kind is not None:
@@ -175,13 +177,13 @@ def test_families_that_cannot_are_one_line(kind, says, tmp_path, capsys):
 def test_the_model_itself_is_not_overwritten(bases, capsys):
     before = (Path(bases["llama"]) / "config.json").read_text()
     assert main(["deepen", str(bases["llama"]), "--with", "loop", "--out", str(bases["llama"])]) == 2
-    assert "is the model itself" in capsys.readouterr().err
+    assert "is the input model itself" in capsys.readouterr().err
     assert (Path(bases["llama"]) / "config.json").read_text() == before
 
 
 def test_the_model_of_a_run_and_an_export_are_not_overwritten(tmp_path, capsys):
     """Refused before the model is read, so these need be none."""
-    for place, said in (("run/model", "is the model itself"), ("exported", "did not write")):
+    for place, said in (("run/model", "is the input model itself"), ("exported", "did not write")):
         (tmp_path / place).mkdir(parents=True)
         (tmp_path / place / "config.json").write_text("{}")
         (tmp_path / place / "README.md").write_text("Exported by Fathom")

@@ -241,7 +241,7 @@ def test_subjects_and_other_fields(task_data: Path, lm: Any, no_network: None) -
 def test_examples_come_from_train_or_not_at_all(task_data: Path, lm: Any, no_network: None) -> None:
     shots = TaskSettings(num_fewshot=2, limit=3, bootstrap_iters=10)
     assert run_task(lm, "piqa", shots, task_data).results["n-shot"]["piqa"] == 2
-    with pytest.raises(DataError, match="hellaswag: 2 examples need its train split"):
+    with pytest.raises(DataError, match="hellaswag: 2 few-shot examples need a train split"):
         run_task(lm, "hellaswag", shots, task_data)
 
 
@@ -473,9 +473,12 @@ def test_the_command_reads_tasks_through_caches(
         (["--kvcache", "full_fp8"], "--kvcache full_fp8: allowed with --tasks: full, "),
         (["--kvcache", "drop,drop", "--kvcache-window", "16"], "expected different caches"),
         (["--kvcache-window", "16"], "--kvcache-window 16: give --kvcache with it"),
-        (["--kvcache", "full", "--kvcache-window", "16"], "--kvcache full holds every entry and has no schedule"),
+        (["--kvcache", "full", "--kvcache-window", "16"], "--kvcache full keeps every entry and has no such option"),
         (["--kvcache", "sinks,full", *cache[2:4], "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: sinks lets one"),
-        (["--kvcache", "drop", "--kvcache-window", "16", "--perplexity", "x"], "fathom evaluate caches` reads texts"),
+        (
+            ["--kvcache", "drop", "--kvcache-window", "16", "--perplexity", "x"],
+            "caches on texts: `fathom evaluate caches`",
+        ),
     ):
         assert main([*words, *given]) == 2
         assert says in capsys.readouterr().err, says

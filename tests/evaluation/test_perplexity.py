@@ -160,7 +160,7 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
             found = score(model, other, domain_, Cut(32))
             assert found == score(model, other, domain(*texts), Cut(32))
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
-        with pytest.raises(SettingsError, match="use the text"):
+        with pytest.raises(SettingsError, match="evaluate on the original text"):
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
 
 
@@ -188,7 +188,7 @@ def test_shards_of_changed_text_are_refused(normalizer, kept: bool, tokenizer, t
     if kept:
         assert score(tiny(tokenizer), tokenizer, shards, Cut(32)).bytes == [size]
         return
-    with pytest.raises(SettingsError, match=r"do not decode to their original text.* use the text"):
+    with pytest.raises(SettingsError, match=r"do not decode to their original text.* original text instead"):
         score(tiny(tokenizer), tokenizer, shards, Cut(32))
 
 
@@ -431,11 +431,11 @@ def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path
     [
         (["VANILLA"], "nothing to do"),
         (["VANILLA", "--perplexity", "nowhere.txt"], "no such file"),
-        (["VANILLA", "--perplexity", "TEXT", "--context", "65"], "this model's context is 64"),
+        (["VANILLA", "--perplexity", "TEXT", "--context", "65"], "--context 65: allowed: at most 64"),
         (["VANILLA", "--perplexity", "TEXT", "--stride", "65"], "--stride 65: allowed: 1 to 64"),
         (["VANILLA", "VANILLA", "--perplexity", "TEXT"], "two checkpoints are called 'vanilla'"),
-        (["..=VANILLA", "--perplexity", "TEXT"], "..: a checkpoint needs another name"),
-        ([".=VANILLA", "--perplexity", "TEXT"], ".: a checkpoint needs another name"),
+        (["..=VANILLA", "--perplexity", "TEXT"], "a checkpoint cannot be called '..'"),
+        ([".=VANILLA", "--perplexity", "TEXT"], "a checkpoint cannot be called '.'"),
         (["/nowhere", "--perplexity", "TEXT"], "no such directory"),
     ],
 )

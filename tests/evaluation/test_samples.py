@@ -123,7 +123,9 @@ def test_a_damaged_row_is_one_line(tmp_path, damage):
     row = {"doc_id": 0, "filter": "none", "metrics": ["acc"], "acc": 1.0, "doc_hash": "hash0"} | damage
     (tmp_path / "b" / f"samples_arc_{DATE}.jsonl").write_text(json.dumps(row) + "\n")
     (tmp_path / "b" / f"results_{DATE}.json").write_text('{"results": {"arc": [1]}, "config": [1]}')
-    with pytest.raises(DataError, match=r"line 1: doc_hash and prompt_hash are texts|no metric can be compared"):
+    with pytest.raises(
+        DataError, match=r"line 1: .*doc_hash and prompt_hash must be strings|no metric can be compared"
+    ):
         compare_samples([tmp_path / "a", tmp_path / "b"])
 
 
@@ -169,7 +171,7 @@ def test_the_last_of_several_runs_counts(tmp_path):
     ("make", "error"),
     [
         (lambda at: None, "no samples_TASK_DATE.jsonl in it: run lm-eval with --log_samples"),
-        (lambda at: logged(at, drawn(0), task="piqa"), "no task is in all of"),
+        (lambda at: logged(at, drawn(0), task="piqa"), "no task is common to"),
         (
             lambda at: [logged(at / task, drawn(0), task) for task in ("arc", "piqa")],
             "give the folder of one model",
@@ -180,7 +182,7 @@ def test_the_last_of_several_runs_counts(tmp_path):
         ),
         (lambda at: logged(at, [[n] for n in range(200)]), "no metric can be compared; arc: acc is left out"),
         (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"a": 1}\n'), "line 1: no doc_id"),
-        (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"doc_id": 1}\n' * 2), "question 1 is in it twice"),
+        (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"doc_id": 1}\n' * 2), "question 1 occurs twice"),
         (lambda at: (at / f"samples_arc_{DATE}.jsonl").write_text('{"doc_id": 999}\n'), "no question is in all runs"),
     ],
     ids=["empty", "other", "two", "mixed", "values", "broken", "twice", "apart"],

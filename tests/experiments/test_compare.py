@@ -288,13 +288,13 @@ def test_an_arm_as_large_as_another(small: Recipe):
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("model.experts=as-large-as-nobody", "as large as vanilla"),
-        ("model.experts=as-large-as-loop", "as large as vanilla"),
+        ("model.experts=as-large-as-nobody", "where ARM is vanilla"),
+        ("model.experts=as-large-as-loop", "where ARM is vanilla"),
         ("model.experts=as-large-as-vanilla;model.intermediate_size=as-large-as-vanilla", "one of model.experts and"),
         ("train.steps=as-large-as-vanilla", "one of model.experts and"),
         ("model.recurrence_options.trips=as-large-as-vanilla", "one of model.experts and"),
         ("model.recurrence_options.tripz=2;model.experts=as-large-as-vanilla", "tripz"),
-        ("model.num_hidden_layers=30;model.intermediate_size=as-large-as-vanilla", "is nearest, with"),
+        ("model.num_hidden_layers=30;model.intermediate_size=as-large-as-vanilla", "the nearest number is"),
         ("model={intermediate_size: as-large-as-vanilla}", "one of model.experts and"),
     ],
 )
@@ -384,9 +384,9 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
         ("vanilla,vanilla", "vanilla appears twice"),
         ("vanilla", "at least one more arm"),
         ("vanilla,magic", "unknown mechanism 'magic'"),
-        ("vanilla,a=depth_attention+uniform_depth", "two values of the mixer axis"),
+        ("vanilla,a=depth_attention+uniform_depth", "two mechanisms of the mixer axis"),
         ("vanilla,depth_attention;optim.lr=1", "needs a name"),
-        ("vanilla,../x=vanilla", "a name is letters"),
+        ("vanilla,../x=vanilla", "name may contain letters"),
         ("vanilla,a=vanilla;optim.rate=1", "optim.rate: unknown key; allowed: name, lr"),
         ("vanilla,a=depth_attention;model.mixer_options.pace=1", "mixer_options.pace is not an option"),
         ("vanilla,a=vanilla;model.vocab_size=200", "200"),

@@ -53,9 +53,9 @@ def test_contrasts_are_in_the_family() -> None:
     [
         ("m-loop - m", "allowed: NAME="),
         ("a=m-loop - m - d", "as many"),
-        ("a=m-loop - m + m - d", "both sides"),
+        ("a=m-loop - m + m - d", "both signs"),
         ("a=m-loop m", "allowed: NAME="),
-        ("a=m-loop - x", "x is no arm; there are d, d-loop"),
+        ("a=m-loop - x", "x is not an arm; the arms are d, d-loop"),
         ("a=m-loop - m, a=d-loop - d", "appears twice"),
     ],
 )

@@ -332,7 +332,11 @@ def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, caps
     assert json.loads((out / "report.json").read_text())["seeds_added"] == after["seeds_added"]
     assert sorted(set(trainer.done)) == new
     capsys.readouterr()
-    for given, says in (("2", "more than the sizes have, 6,3,3,2"), ("7,3", "more than"), ("x", "whole numbers")):
+    for given, says in (
+        ("2", "no fewer seeds than each size has now (6,3,3,2)"),
+        ("7,3", "no fewer seeds"),
+        ("x", "whole numbers"),
+    ):
         assert main(["ladder", str(out), "--seeds", given]) == 2
         assert says in capsys.readouterr().err
 
@@ -488,7 +492,7 @@ def test_a_sparse_control_is_widened(tmp_path: Path) -> None:
 
 
 def test_an_open_control_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="the sizes follow from the control"):
+    with pytest.raises(SettingsError, match="the ladder's sizes follow from the control"):
         make(tmp_path, "open=vanilla;model.experts=as-large-as-b,b=loop")
 
 
@@ -568,7 +572,7 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"mlp_multiple": 10**22}, f"ladder.mlp_multiple={10**22}: allowed: 1 to 1048576"),
         (
             {"contrasts": "gain=better - nobody"},
-            "contrasts=gain=better - nobody: nobody is no arm; there are vanilla, ",
+            "contrasts=gain=better - nobody: nobody is not an arm; the arms are vanilla, ",
         ),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
@@ -592,7 +596,7 @@ def test_an_arm_has_no_rate_of_its_own(tmp_path: Path, own: str) -> None:
 @pytest.mark.parametrize("own", ["train.steps=9", "train={steps: 9}"])
 def test_the_control_has_no_steps_of_its_own(tmp_path: Path, own: str) -> None:
     """FLOPs, rates and tokens of every size are counted with the size's steps; an arm may have its own."""
-    with pytest.raises(SettingsError, match=r"arm mine: train.steps is set by the ladder's sizes.* ladder.tokens"):
+    with pytest.raises(SettingsError, match=r"arm mine: train.steps follows from the tokens.* ladder.tokens"):
         make(tmp_path, f"mine=vanilla;{own},depth_attention")
     assert make(tmp_path, f"vanilla,mine=vanilla;{own}").arms[1].own_steps
 
@@ -729,7 +733,7 @@ def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
     assert main(["ladder", str(file)]) == 2
     assert "--arms is missing" in capsys.readouterr().err
     assert main(["ladder", str(tmp_path / "out"), "--arms", "vanilla,loop"]) == 2
-    assert "resumes as planned" in capsys.readouterr().err
+    assert "a planned ladder resumes" in capsys.readouterr().err
 
 
 def test_a_puzzle_is_told_by_solved_runs(whole) -> None:

@@ -379,7 +379,7 @@ def test_command_says_where_the_text_was_cut(checkpoints, tmp_path, capsys, monk
     [
         (["deep"], "give a text or --file FILE, one of the two"),
         (["deep", "a", "--file", "b"], "give a text or --file FILE, one of the two"),
-        (["deep", "a", "--compare", "foreign"], "another tokenizer"),
+        (["deep", "a", "--compare", "foreign"], "different tokenizers"),
         (["deep", "--file", "nowhere.txt"], "nowhere.txt"),
         (["deep", ""], "no text"),
         (["deep", "a", "-o", "nowhere/page.html"], "nowhere is not a directory"),

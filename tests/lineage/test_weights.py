@@ -223,7 +223,7 @@ def test_lora_adapter_on_its_base(tmp_path, models, rslora):
     assert np.allclose(adapted.tensor("q", 1), want, atol=1e-4)
     assert np.allclose(adapted.tensor("q", 1, slice(3, 9)), want[3:9], atol=1e-4)
     assert np.array_equal(adapted.tensor("q", 0), base.tensor("q", 0))
-    with pytest.raises(ModelError, match="only plain LoRA"):
+    with pytest.raises(ModelError, match="allowed: LORA without"):
         open_weights(save_adapter(tmp_path, 64, **config, use_dora=True))
 
 

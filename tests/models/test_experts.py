@@ -112,7 +112,7 @@ def test_impossible_experts_are_refused():
 
 def test_a_family_without_experts_is_no_form_of_them(tmp_path):
     model = FathomForCausalLM(sparse())
-    with pytest.raises(ModelError, match="no family that transformers knows has its switches"):
+    with pytest.raises(ModelError, match="no model family of transformers has its switches"):
         export(model, tmp_path / "native", form="native")
     assert export(model, tmp_path / "own").exists()
 

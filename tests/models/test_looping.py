@@ -248,7 +248,7 @@ def test_more_trips_than_trained_may_be_asked_for():
 )
 def test_only_a_plain_loop_is_a_deeper_qwen3(options):
     model = build(config_of("loop", recurrence_options={"trips": 2, **options}))
-    with pytest.raises(ModelError, match="no plain deeper model"):
+    with pytest.raises(ModelError, match="cannot be unrolled"):
         as_unrolled(model)
 
 

@@ -64,7 +64,7 @@ def test_without_marks_answers_and_the_tokens_after_them_are_learnt(family: str,
     """The family's own template trains on what TRL trains on, less prompt text and text after the end."""
     template = (FOLDER / f"{family}.jinja").read_text()
     if family in ENDLESS:
-        with pytest.raises(DataError, match="ends an answer with no token of its own"):
+        with pytest.raises(DataError, match="ends an answer without a special token"):
             encoded(template, tmp_path)
         return
     *_, ours = encoded(template, tmp_path)

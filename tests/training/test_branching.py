@@ -181,7 +181,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
     return [
         ([str(run), "train.steps=9"], f"different: train.steps; `fathom train --from {run} --run NEW key=value`"),
         ([*branched, "train.seed=3", "train.steps=9"], "train.seed cannot change in a branch; a new run"),
-        ([str(run), "--run", str(new)], "is a run itself"),
+        ([str(run), "--run", str(new)], "is already a run"),
         ([str(run), "--cooldown", "3"], "--cooldown needs --from"),
         ([str(run), "--new"], "already contains a run"),
         (["--from", f"{run}@step-4"], "needs --run"),
@@ -307,7 +307,9 @@ def test_a_checkpoint_is_exported_by_its_step(constant: Path, tmp_path: Path) ->
     whole = load_file(export(constant, tmp_path / "whole") / "model.safetensors")
     assert [all(torch.equal(one[name], whole[name]) for name in whole) for one in found] == [True, False]
     for name in names:
-        with pytest.raises(ModelError, match=r"is a checkpoint for .*`fathom export .* --to DIR` writes its model$"):
+        with pytest.raises(
+            ModelError, match=r"is a training checkpoint, .*`fathom export .* --to DIR` writes its model$"
+        ):
             find_model(name)
     with pytest.raises(ModelError, match="no checkpoint of step 99"):
         export(f"{constant}@step-99", tmp_path / "none")

@@ -72,7 +72,7 @@ def check_checkpoint(directory: str | Path, weights: bool = True) -> dict[str, o
             read_json(origin, name)
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
-                raise ModelError(f"config.json: {key} names code to download ({config[key]!r:.80})")
+                raise ModelError(f"config.json: {key} names code on the Hub ({config[key]!r:.80}); delete this key")
         tensors = _check_weights(origin, files, weights)
         _require_floats(tensors, config)
     except ModelError as error:
@@ -114,7 +114,7 @@ def _files(directory: Path) -> set[str]:
         for path in (Path(place) / name for name in (*folders, *names)):
             name = path.relative_to(home).as_posix()
             if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in allowed):
-                raise ModelError(f"{directory}: {name!r:.120} is a link that leaves the directory")
+                raise ModelError(f"{directory}: {name!r:.120} is a symbolic link that points outside the directory")
             if path.is_file():
                 found.add(name)
             elif not path.is_dir():

@@ -72,13 +72,13 @@ def export(
     if form not in FORMS:
         raise ModelError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
     if form == "gguf" and directory.suffix != ".gguf":
-        raise ModelError(f"{directory}: a GGUF export is a file, called FILE.gguf")
+        raise ModelError(f"{directory}: a GGUF export is a single file; choose a path that ends in .gguf")
     require_replaceable(directory, *([Path(model)] if isinstance(model, str | Path) else []))
     if isinstance(model, str | Path):
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
-        raise ModelError(f"a {type(model).__name__} has no form {form}; export it with `form=fathom`")
+        raise ModelError(f"a {type(model).__name__} cannot be exported with `form={form}`; use `form=fathom`")
     shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_unrolled}
     shaped = shapes[form](model) if form in shapes else as_native(model, form)
     with _scratch(directory) as scratch:
@@ -127,7 +127,7 @@ def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedMo
     config = model.config
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
-            raise ModelError(f"a model with {axis}={value} is no other family's; export it with `form=fathom`")
+            raise ModelError(f"no other model family has {axis}={value}; export the model with `form=fathom`")
     if config.host:
         return _hosted(model, name)
     return _stock(config, range(config.num_hidden_layers), model, name)
@@ -137,9 +137,7 @@ def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
     """Convert a model that runs a family's own layers to that family's class in transformers."""
     config = model.config
     if name not in (None, config.host):
-        raise ModelError(
-            f"a {config.host} model is not a {name}; leave the family out, or export it with `form=fathom`"
-        )
+        raise ModelError(f"a {config.host} model cannot be exported as {name}; use `form=native` or `form=fathom`")
     stock: PreTrainedModel = AutoModelForCausalLM.from_config(model.model.native_config(), dtype=model.dtype)
     stock.load_state_dict(model.state_dict())
     stock.generation_config = model.generation_config
@@ -151,19 +149,19 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     weights."""
     if model.config.recurrence not in ("once", "loop"):
         raise ModelError(
-            f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
-            "layers; export it with `form=fathom`"
+            f"recurrence={model.config.recurrence} cannot be unrolled, since only the iterations of recurrence=loop "
+            "equal additional layers; export the model with `form=fathom`"
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
         raise ModelError(
-            "a loop with injection, norm_between, damping, blend, exit or kv is no plain deeper model; export it with "
-            "`form=fathom`"
+            "a loop with injection, norm_between, damping, blend, exit or kv cannot be unrolled into a plain deeper "
+            "model; export it with `form=fathom`"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise ModelError(f"a loop with {axis}={value} is no plain deeper model; export it with `form=fathom`")
+            raise ModelError(f"a model with {axis}={value} cannot be unrolled; export it with `form=fathom`")
     if model.config.host:
-        raise ModelError(f"a {model.config.host} model has no unrolled form; export it with `form=fathom`")
+        raise ModelError(f"a {model.config.host} model cannot be unrolled; export it with `form=fathom`")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
 
@@ -178,9 +176,9 @@ def _stock(
     if family is None:
         opened = FAMILIES.get(str(plain.native.get("model_type")))
         why = unlike(opened, plain) if opened is not None else "its switches"
-        raise ModelError(f"no family that transformers knows has {why}; export it with `form=fathom`")
+        raise ModelError(f"no model family of transformers has {why}; export the model with `form=fathom`")
     if (why := unlike(family, plain)) is not None:
-        raise ModelError(f"a model with {why} is not a {family.name}; export it with `form=fathom`")
+        raise ModelError(f"a model with {why} cannot be exported as {family.name}; use `form=fathom`")
     weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
         for key, tensor in model.model.layers[old].state_dict().items():
@@ -320,7 +318,7 @@ def require_replaceable(directory: Path, *models: Path) -> None:
 
     run = directory.absolute().parent
     if is_read(directory):
-        raise ModelError(f"{directory} is the model itself; choose another path")
+        raise ModelError(f"{directory} is the input model itself; choose another path")
     if models and directory.name == MODEL and (run / RECIPE).exists() and not is_read(run):
         raise ModelError(f"{directory} is the model of the run {run}; choose another path")
     if not _is_export(directory):

@@ -81,7 +81,10 @@ def find_model(path: str | Path) -> Path:
     found = run_and_step(path)
     if found is not None and found[1] is not None:
         writes = f"`fathom export {shlex.quote(str(path))} --to DIR` writes its model"
-        raise ModelError(f"{path} is a checkpoint for `fathom train --from` and model.from_pretrained: {writes}")
+        raise ModelError(
+            f"{path} is a training checkpoint, which `fathom train --from` and model.from_pretrained read, not a model "
+            f"directory: {writes}"
+        )
     require_there(path)
     if (path / CONFIG).exists():
         return path
@@ -155,7 +158,7 @@ def best_run(comparison: Path) -> Path:
     try:
         report = read_result(Scored, comparison / REPORT, "train it again")
     except DataError:
-        raise ModelError(f"{comparison}: its {REPORT} is not a comparison, and there is no model next to it") from None
+        raise ModelError(f"{comparison}: {REPORT} is not a comparison's, and the directory has no model") from None
     if not any(arm.runs for arm in report.arms):
         raise ModelError(f"{comparison}: no arm of this comparison is finished")
     return comparison / min(report.best().runs, key=lambda run: run.loss).directory

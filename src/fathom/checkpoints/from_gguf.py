@@ -43,7 +43,7 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
     theirs = {key: value for key, value in stock.config.to_dict().items() if not key.startswith("_")}
     kind = theirs.get("model_type")
     if kind not in FAMILIES or FAMILIES[kind].rules:
-        raise ModelError(f"{path} is a {kind} model; as GGUF Fathom opens llama, qwen2 and qwen3")
+        raise ModelError(f"{path} is a {kind} model; of GGUF files, Fathom opens only llama, qwen2 and qwen3")
     theirs.pop("quantization_config", None)
     config = FathomConfig.from_dict(to_ours(FAMILIES[kind], theirs), **changes)
     warnings.warn(f"{path.name}: its weights are unpacked to {str(wanted).removeprefix('torch.')}", stacklevel=2)

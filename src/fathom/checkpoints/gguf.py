@@ -114,20 +114,22 @@ class GgufStore:
         name = cursor.string()
         rank = cursor.count("I")
         if rank > 4:
-            raise ModelError(f"{self.file}: tensor {name!r:.120} of rank {rank}")
+            raise ModelError(f"{self.file}: tensor {name!r:.120} has rank {rank}; at most 4 is allowed")
         sides = tuple(cursor.scalar("Q") for _ in range(rank))
         return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, start: int, size: int) -> TensorInfo:
         if kind not in _TYPES:
             accepted = ", ".join(label for label, _, _ in _TYPES.values())
-            raise ModelError(f"{self.file}: {name!r:.120} has number type {kind}; read are {accepted}")
+            raise ModelError(f"{self.file}: tensor {name!r:.120} has number type {kind}; allowed: {accepted}")
         label, block, block_bytes = _TYPES[kind]
         if shape and shape[-1] % block:
-            raise ModelError(f"{self.file}: {name!r:.120}: rows of {shape[-1]} do not fill blocks of {block}")
+            raise ModelError(
+                f"{self.file}: tensor {name!r:.120}: rows of {shape[-1]} numbers cannot be cut into blocks of {block}"
+            )
         stop = start + math.prod(shape) // block * block_bytes
         if stop > size:
-            raise ModelError(f"{self.file}: {name!r:.120} ends outside the file")
+            raise ModelError(f"{self.file}: tensor {name!r:.120} extends past the end of the file")
         return TensorInfo(label, shape, self.file, start, stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
@@ -174,7 +176,7 @@ def _by_package(raw: bytes, dtype: str) -> Array:
         from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
     except ModuleNotFoundError:
-        raise ModelError(f"numbers of type {dtype} need the gguf package: {to_install('gguf')}") from None
+        raise ModelError(f"tensors of type {dtype} need the gguf package: {to_install('gguf')}") from None
     width = next(size for label, _, size in _TYPES.values() if label == dtype)
     values: Array = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, width), GGMLQuantizationType[dtype])
     return values.astype(np.float32, copy=False)
@@ -183,7 +185,7 @@ def _by_package(raw: bytes, dtype: str) -> Array:
 def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
-        raise ModelError(f"{file}: architecture {kind!r:.40}; read are {', '.join(_ARCHITECTURES)}")
+        raise ModelError(f"{file}: architecture {kind!r:.40}; allowed: {', '.join(_ARCHITECTURES)}")
     if "token_embd.weight" not in tensors:
         raise ModelError(f"{file}: no token_embd.weight")
     wanted = {

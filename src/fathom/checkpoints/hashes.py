@@ -31,7 +31,7 @@ def read_hashes(directory: Path) -> dict[str, str]:
         return {}
     lines = [line.split("  ", 1) for line in path.read_text(encoding="utf-8", errors="replace").splitlines()]
     if any(len(words) != 2 or Path(words[1]).name != words[1] for words in lines):
-        raise ModelError(f"{path} is damaged: delete it if you trust the weights")
+        raise ModelError(f"{path} is damaged: delete this file if you trust the weights")
     return {name: found for found, name in lines}
 
 

@@ -64,9 +64,9 @@ def _snapshot(repo: str, revision: str, files: tuple[str, ...]) -> Path:
         raise ModelError(f"{where} has no such repository; a private one needs `hf auth login`, or HF_TOKEN") from None
     except LocalEntryNotFoundError:
         why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "it cannot be reached"
-        raise ModelError(f"{where} was not asked or did not answer: {why}, and the cache does not hold it") from None
+        raise ModelError(f"{where} cannot be asked: {why}; the cache does not hold the model either") from None
     except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"{where} does not give it: {str(error).strip().splitlines()[0]}") from error
+        raise ModelError(f"{where} does not provide the model: {str(error).strip().splitlines()[0]}") from error
     if WANTED[0] in files and not any(found.glob("*.safetensors")):
-        raise ModelError(f"{name}: the repository holds no safetensors weights, and Fathom opens nothing else")
+        raise ModelError(f"{name}: the repository holds no safetensors weights, and Fathom opens no other format")
     return found

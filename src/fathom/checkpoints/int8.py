@@ -57,7 +57,7 @@ class Int8Linear(nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         if torch.is_grad_enabled() and hidden_states.requires_grad:
-            raise RuntimeError("a layer in eight bits has no gradients: call the model under torch.inference_mode()")
+            raise RuntimeError("an int8 layer has no gradients: call the model under torch.inference_mode()")
         rows = hidden_states.reshape(-1, self.in_features).float()
         scale = torch.linalg.vector_norm(rows, torch.inf, -1, keepdim=True).clamp_(min=1e-30).div_(self._most)
         scaled = (rows / scale).nan_to_num_(0.0)  # FBGEMM takes no NaN; the row's scale brings it back
@@ -76,7 +76,7 @@ class Int8Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
         if fn(torch.empty(0)).device.type != "cpu":
-            raise RuntimeError("a layer in eight bits stays on a CPU")
+            raise RuntimeError("an int8 layer runs only on a CPU: leave the model there")
         super()._apply(fn, recurse)
         return self
 
@@ -121,7 +121,7 @@ def quantise(model: nn.Module) -> int:
                     made[id(child)] = Int8Linear(child) if fits(child) else FewOutputs(child)
                 setattr(parent, name, made[id(child)])
     if not (count := sum(isinstance(one, Int8Linear) for one in made.values())):
-        raise SettingsError("weights=int8: this model has no linear layers that can be stored so")
+        raise SettingsError("weights=int8: this model has no linear layers that can be stored in int8")
     return count
 
 

@@ -179,9 +179,9 @@ def _open_stranger(
     """Open a model that Fathom does not know: by transformers, or by the model's own code if it is trusted."""
     for key in ("hidden_act", "hidden_activation"):
         if isinstance(config.get(key), str) and config[key] not in ACT2FN:
-            raise ModelError(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
+            raise ModelError(f"{directory}: config.json: {key} {config[key]!r} is not an activation of transformers")
     if not isinstance(config.get("model_type"), str):
-        raise ModelError(f"{directory}: config.json: model_type {config.get('model_type')!r}: wanted a name")
+        raise ModelError(f"{directory}: config.json: model_type {config.get('model_type')!r} must be a string")
     where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **where)
     tokenizer = open_tokenizer(directory, settings, trust_remote_code)
@@ -210,7 +210,7 @@ def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> No
         info: transformers' loading info.
     """
     for name, found, needed in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
+        raise ModelError(f"{directory}: {name} has shape {list(found)}, but config.json needs {list(needed)}")
     for names, words in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "contains unused tensors:")):
         some = sorted(names)
         if some:

@@ -35,7 +35,7 @@ def safe_name(name: object) -> str:
         raise ModelError(f"not a file name: {name!r:.80}")
     parts = PurePosixPath(name).parts
     if name.startswith("/") or "\\" in name or ":" in name or ".." in parts or any(ord(c) < 32 for c in name):
-        raise ModelError(f"file name {name!r:.80} leaves its directory")
+        raise ModelError(f"file name {name!r:.80} points outside its directory")
     return name
 
 
@@ -253,7 +253,7 @@ def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
     """The contents of a small file; raises a `ModelError` if the file is larger than the limit."""
     size = origin.size(path)
     if size > limit:
-        raise ModelError(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")
+        raise ModelError(f"{path} has {size:,} bytes; at most {limit:,} are allowed for this kind of file")
     return bytes(origin.read(path, 0, size))
 
 

@@ -119,7 +119,9 @@ def check(where: str | Path, ignore_keys: Collection[str] = ()) -> Check:
             small = shrink({key: value for key, value in config.items() if key not in left_out})
             found = tuple(_compare(theirs, small, rounding, ignore_keys))
         except BROKEN as error:
-            raise ModelError(f"{where}: {theirs.__name__} cannot run a small copy: {reason(error)}") from error
+            raise ModelError(
+                f"{where}: {theirs.__name__} cannot run a small copy of the model: {reason(error)}"
+            ) from error
     return Check(
         model=str(where),
         model_type=kind,
@@ -140,7 +142,7 @@ def _directory(where: str | Path) -> Path:
     holds_gguf = path.is_dir() and not (path / CONFIG).exists() and any(path.glob(f"*{SUFFIX}"))
     if is_gguf(path) or holds_gguf:
         raise ModelError(
-            f"{where}: a GGUF file has no {CONFIG}, and transformers reads it for Fathom: nothing to check"
+            f"{where}: a GGUF file has no {CONFIG}, and Fathom reads GGUF through transformers: nothing to check"
         )
     return find_model(path)
 
@@ -149,14 +151,17 @@ def _kind(where: str | Path, config: Values, directory: Path, ignore_keys: Colle
     """The `model_type` to compare; raises a `ModelError` if Fathom or transformers has no class for it."""
     kind = str(config.get("model_type"))
     if kind == FathomConfig.model_type:
-        raise ModelError(f"{where} is an export of Fathom, which no other class opens: nothing to compare")
+        raise ModelError(f"{where} is an export of Fathom, which no class of transformers opens: nothing to compare")
     if kind not in FAMILIES and kind not in HOSTS:
         code = "; the directory's own code is never run" if "auto_map" in config else ""
         known = ", ".join(sorted({*FAMILIES, *HOSTS}))
-        raise ModelError(f"{where} is a {kind} model; Fathom and transformers both have a class for {known}{code}")
+        raise ModelError(
+            f"{where} is a {kind} model; allowed: models that both Fathom and transformers have a class for: "
+            f"{known}{code}"
+        )
     ours = read_config(directory, ignore_keys)  # its refusals name the key
     if (name := mechanism_name(ours)) != "vanilla":
-        raise ModelError(f"{where} opens with {name}, which no class of transformers has: nothing to compare")
+        raise ModelError(f"{where} has the mechanism {name}, which no class of transformers has: nothing to compare")
     return kind
 
 

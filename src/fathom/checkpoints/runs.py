@@ -237,7 +237,7 @@ def _configured(source: str, **keys: object) -> FathomConfig:
     directory = model_directory(source)
     if directory is not None:
         if not (directory / CONFIG).is_file():
-            raise ModelError(f"{directory}: no {CONFIG} there, and no run")
+            raise ModelError(f"{directory}: neither a run nor a directory with a {CONFIG}")
         return FathomConfig.from_pretrained(directory, **keys)
     run, step = run_and_step(source) or (Path(source), None)
     try:
@@ -329,7 +329,7 @@ def _recipe_of(directory: Path) -> Blocks:
 
 def _refuse_adapters(run: Path) -> None:
     if _adapters(run):
-        raise ModelError(f"{run} trains adapters (LoRA), which are merged when it is finished")
+        raise ModelError(f"{run} trains LoRA adapters, which are merged when the run finishes: finish the run first")
 
 
 def _adapters(run: Path) -> bool:

@@ -95,7 +95,7 @@ def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str,
 def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str) -> TensorInfo:
     what = f"{file}: tensor {name!r:.120}"
     if not isinstance(entry, dict):
-        raise ModelError(f"{what}: its entry is not an object")
+        raise ModelError(f"{what}: its entry in the header is not a JSON object")
     dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ModelError(f"{what}: number type {dtype!r:.40} is not known")
@@ -239,7 +239,10 @@ class AdapterStore:
     def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, object]):
         kind = config.get("peft_type")
         if kind != "LORA" or config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
-            raise ModelError(f"adapter of type {kind}: only plain LoRA is read; merge it into its base first")
+            raise ModelError(
+                f"adapter of type {kind}: allowed: LORA without use_dora, rank_pattern and alpha_pattern; merge any "
+                "other adapter into its base model first"
+            )
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
             raise ModelError("adapter_config.json: r and lora_alpha must be numbers")
@@ -259,17 +262,20 @@ class AdapterStore:
                 target = plain.split(".lora_A")[0] + ".weight"
                 partner = name.replace(".lora_A", ".lora_B")
                 if target not in self.tensors or partner not in self.adapter.tensors:
-                    raise ModelError(f"adapter tensor {name!r:.120} has no partner or no {target!r:.120} in the base")
+                    raise ModelError(
+                        f"adapter tensor {name!r:.120} has no lora_B, or the base model has no {target!r:.120}"
+                    )
                 self._check(target, name, partner)
                 self.pairs[target] = (name, partner)
             elif ".lora_B" not in plain:
                 target = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 if target not in self.tensors:
-                    raise ModelError(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
+                    raise ModelError(f"adapter tensor {name!r:.120}: no LoRA matrix, and no tensor of the base model")
                 wanted, found = self.base.tensors[target].shape, self.adapter.tensors[name].shape
                 if wanted[1:] != found[1:]:  # rows may have been added, as for a larger vocabulary
                     raise ModelError(
-                        f"adapter tensor {name!r:.120} is {_by(found)}, {target!r:.120} of the base {_by(wanted)}"
+                        f"adapter tensor {name!r:.120} is {_by(found)}, but {target!r:.120} of the base model is "
+                        f"{_by(wanted)}"
                     )
                 self.replaced[target] = name
                 self.tensors[target] = self.adapter.tensors[name]
@@ -281,8 +287,8 @@ class AdapterStore:
         made = (second[0], first[1]) if len(first) == len(second) == 2 and first[0] == second[1] else ()
         if wanted != (made[::-1] if self.transposed else made):
             raise ModelError(
-                f"adapter tensors {a!r:.120}, {_by(first)}, and B, {_by(second)}, do not fit {target!r:.120}, "
-                f"{_by(wanted)}, of the base"
+                f"adapter tensors {a!r:.120} ({_by(first)}) and its B ({_by(second)}) do not fit {target!r:.120} "
+                f"({_by(wanted)}) of the base model"
             )
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:

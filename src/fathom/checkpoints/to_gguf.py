@@ -45,7 +45,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     except ModuleNotFoundError:
         raise ModelError(f"`form=gguf` needs the gguf package: {to_install('gguf')}") from None
     if tokenizer is None:
-        raise ModelError("a GGUF file holds its tokenizer, and this model has none")
+        raise ModelError("a GGUF file must contain a tokenizer, and this model has none")
     _check(model.config)
     writer = GGUFWriter(path, model.config.model_type)
     _add_shape(writer, model.config, name)
@@ -71,7 +71,7 @@ def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
 
 def _check(config: PretrainedConfig) -> None:
     if config.model_type not in ARCHITECTURES:
-        raise ModelError(f"a {config.model_type} has no GGUF form here; `form=gguf` writes {', '.join(ARCHITECTURES)}")
+        raise ModelError(f"`form=gguf` writes {', '.join(ARCHITECTURES)}, not a {config.model_type} model")
     width = config.num_attention_heads * _head_dim(config)
     wrong = {
         "head_dim": config.model_type == "qwen2" and width != config.hidden_size and _head_dim(config),
@@ -122,7 +122,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
     added = tokenizer.added_tokens_decoder
     for word, token in tokenizer.get_vocab().items():
         if token >= config.vocab_size:
-            raise ModelError(f"the tokenizer has a token {token}, the model {config.vocab_size} embedding rows")
+            raise ModelError(f"the tokenizer has token id {token}, but the model only {config.vocab_size} embeddings")
         special = added[token].special if token in added else None
         tokens[token] = word
         types[token] = {None: TokenType.NORMAL, True: TokenType.CONTROL, False: TokenType.USER_DEFINED}[special]
@@ -150,7 +150,7 @@ def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model
 def _splitting(backend: dict[str, Any]) -> str:
     """llama.cpp's name for this tokenizer's pre-tokenizer, which splits text into words before byte-level BPE."""
     if backend["model"]["type"] != "BPE":
-        raise ModelError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
+        raise ModelError(f"`form=gguf` needs a byte-level BPE tokenizer, not a {backend['model']['type']} tokenizer")
     steps = backend["pre_tokenizer"] or {}
     steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
     plain = [(step.get("type"), step.get("add_prefix_space"), step.get("use_regex")) for step in steps]
@@ -165,7 +165,8 @@ def _splitting(backend: dict[str, Any]) -> str:
     if normal in (None, "NFC") and split and whole:
         return split
     raise ModelError(
-        "llama.cpp would cut text differently: this tokenizer's words are neither GPT-2's, SmolLM's, Llama's nor Qwen's"
+        "llama.cpp would split text differently: this tokenizer's pre-tokenizer is not that of GPT-2, SmolLM, Llama or "
+        "Qwen"
     )
 
 

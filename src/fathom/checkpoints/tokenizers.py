@@ -109,7 +109,7 @@ def message_fields(data: bytes) -> Iterator[tuple[int, Any]]:
         elif kind in (1, 5):
             length = 8 if kind == 1 else 4
         else:
-            raise ValueError("a wire type that does not exist")
+            raise ValueError("a protobuf field has an unknown wire type")
         if at + length > len(data):
             raise ValueError("cut off")
         yield key >> 3, data[at : at + length]

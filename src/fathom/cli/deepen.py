@@ -142,7 +142,7 @@ def run(options: Namespace) -> int:
     if options.exit:
         return _exit(options)
     if options.mechanism is None:
-        raise SettingsError("--with is missing: the mechanism to add; or --screen, or --exit for a trained loop")
+        raise SettingsError("give --with (the mechanism to add), --screen, or --exit (for a trained loop)")
     request = parse_request(options.mechanism, options.layers)
     if options.search:
         return _search(options, request)
@@ -231,7 +231,7 @@ def _opened(name: str) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
 
     model, tokenizer = open_checkpoint(name)
     if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(f"{name} is a {type(model).__name__}, a family that Fathom does not open as its own")
+        raise SettingsError(f"{name} opens as a {type(model).__name__}; this command needs a FathomForCausalLM")
     return model, tokenizer
 
 

@@ -161,7 +161,7 @@ def _check(options: Namespace) -> None:
     if options.prompt is not None and options.prompts is not None:
         raise SettingsError("a prompt and --prompts FILE exclude each other")
     if options.json and options.prompts is not None and options.out is None:
-        raise SettingsError("--json with --prompts needs --out, because the answers would be printed too")
+        raise SettingsError("--json with --prompts needs --out, because answers and JSON summary would both be printed")
     if not_text(options.prompt):
         raise SettingsError("the prompt is not UTF-8")
     if options.batch_size is not None and options.batch_size < 1:
@@ -189,7 +189,7 @@ def prompt_of(word: str | None) -> str:
     if word is None and not _fed():
         return ""
     if sys.stdin is None:
-        raise SettingsError("- is standard input, which is closed")
+        raise SettingsError("the prompt - stands for standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:

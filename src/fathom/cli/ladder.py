@@ -78,7 +78,10 @@ def run(options: Namespace) -> int:
     source = Path(options.recipe)
     if source.is_dir():
         if options.arms or overrides or options.out:
-            raise SettingsError(f"{source}: a ladder resumes as planned; name its file to plan another one")
+            raise SettingsError(
+                f"{source}: a planned ladder resumes without --arms, --out and overrides; to plan another ladder, name "
+                "a ladder file"
+            )
         out, ladder = source, checked(Ladder.read(source), begins=False)
         if options.seeds is not None:
             ladder = add_seeds(out, _numbers(options.seeds))

@@ -64,17 +64,17 @@ def run(options: Namespace) -> int:
         model, tokenizer = open_checkpoint(path, options.device)
         if first is not None and not same_tokenizer(first, tokenizer, text):
             raise SettingsError(
-                f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same"
+                f"{options.compare} and {options.model} have different tokenizers; --compare needs the same tokenizer"
             )
         first = first or tokenizer
         if not isinstance(model, FathomForCausalLM):
-            raise SettingsError(f"{path}: the lens looks into Fathom's decoder, not into a {type(model).__name__}")
+            raise SettingsError(f"{path}: the lens needs a FathomForCausalLM, this model is a {type(model).__name__}")
         visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
         with ProgressBar(f"looking through {name_of(path)}", visits) as bar:
             looked.append(look(model, tokenizer, text, options.top, options.max_tokens, name_of(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
-        raise SettingsError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
+        raise SettingsError(f"one of the models has a context of {shortest} tokens; give --max-tokens {shortest}")
     if out is not None:
         write_atomically(out, lens_page(looked[0], compare=looked[1] if looked[1:] else None))
     if options.json:

@@ -461,7 +461,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     """
 
     if len(models) < 2:
-        raise lineage.ModelError("a null needs at least two unrelated models")
+        raise lineage.ModelError("a null distribution needs at least two unrelated models")
     require_file(out, "a null file", is_file_with("fathom_null"))
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}

@@ -109,7 +109,9 @@ def checkout(place: Path) -> Path:
     for folder in (place, *place.parents):
         if (folder / PAGE).is_file() and (folder / "src/fathom/cli").is_dir():
             return folder
-    raise SettingsError("not in a checkout of Fathom; a package of your own needs no scaffold: see the tutorial")
+    raise SettingsError(
+        "run this in a checkout of Fathom; a mechanism in a package of your own needs no scaffold: see the tutorial"
+    )
 
 
 def forms_of(name: str) -> dict[str, str]:
@@ -141,7 +143,7 @@ def _texts(root: Path, scaffold: Scaffold, forms: dict[str, str]) -> Iterator[tu
     for path, before, line in scaffold.lines:
         text = edited.get(path) or (root / path).read_text(encoding="utf-8")
         if before not in text:
-            raise SettingsError(f"{path} lacks the line {before!r}; add yours by hand, as {PAGE} says")
+            raise SettingsError(f"{path} lacks the line {before!r}; add your line by hand, as {PAGE} says")
         edited[path] = text.replace(before, _named(line, forms) + before, 1)
     yield from edited.items()
 

@@ -99,7 +99,8 @@ def run(options: Namespace) -> int:
     elif (Path(options.recipe) / RECIPE).is_file():
         if options.run_dir is not None:
             raise SettingsError(
-                f"--run {options.run_dir}: {options.recipe} is a run itself; --from {options.recipe} branches"
+                f"--run {options.run_dir}: {options.recipe} is already a run; leave --run out to resume it, or branch "
+                f"it with --from {options.recipe}"
             )
         place = Path(options.recipe)
         recipe = load_recipe(place / RECIPE, options.overrides)

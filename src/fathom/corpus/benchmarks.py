@@ -109,7 +109,9 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
     items = []
     for number, row in enumerate(_rows(path, name)):
         if not isinstance(row, Mapping):
-            raise DataError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
+            raise DataError(
+                f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, not a JSON object"
+            )
         try:
             items.append(item_of(row, number, question))
             json.dumps(asdict(items[-1]), ensure_ascii=False).encode("utf-8")
@@ -184,11 +186,11 @@ def _of_json(values: object, key: str) -> Iterator[Any]:
     if isinstance(values, Mapping):
         columns = {name: column for name, column in values.items() if isinstance(column, list)}
         if not columns or len({len(column) for column in columns.values()}) != 1:
-            raise ValueError("neither a list of items nor columns of one length; FILE#KEY selects a part")
+            raise ValueError("expected a list of items, or columns of equal length; FILE#KEY selects a part of a file")
         yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return
     if not isinstance(values, list):
-        raise ValueError("neither a list of items nor columns of one length; FILE#KEY selects a part")
+        raise ValueError("expected a list of items, or columns of equal length; FILE#KEY selects a part of a file")
     yield from values
 
 
@@ -200,7 +202,7 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
         row = {**row, **inner, "question": inner.get("stem")}
     key = question or next((key for key in QUESTIONS if isinstance(row.get(key), str)), None)
     if key is None or not isinstance(row.get(key), str):
-        raise ValueError(f"no question: name its field; there are {', '.join(row)}")
+        raise ValueError(f"no question: name the field of the question; the fields are {', '.join(row)}")
     stem = str(row[key])
     choices, labels = _choices(row)
     if not choices:

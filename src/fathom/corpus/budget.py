@@ -38,10 +38,10 @@ def plan_budget(
     """
     for name in shares:
         if not available.get(name):
-            raise DataError(f"mix.shares.{name}: nothing of this collection is left")
+            raise DataError(f"mix.shares.{name}: no tokens of this collection are left")
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:
-        raise DataError("nothing is left to train on")
+        raise DataError("no tokens are left to train on in any collection")
     weights = whole_weights([shares.get(name, available[name]) for name in names])
     total = sum(weights)
     # N w / (W a) <= e, in whole numbers as far as e is one: N <= e a W / w.
@@ -53,7 +53,7 @@ def plan_budget(
         epochs = wanted * weights[names.index(scarce)] / total / available[scarce]
         raise DataError(
             f"mix.tokens={wanted}: {scarce} has {available[scarce]:,} tokens and would be read {epochs:.3g} times, "
-            f"over mix.epochs={most_epochs:g}; at most {largest:,} tokens are possible",
+            f"more often than mix.epochs={most_epochs:g}; allowed: at most {largest:,} tokens",
             1,
         )
     return Budget(

@@ -47,9 +47,9 @@ class TokenizerTemplate:
         said, _ = self._render(messages)
         order = [int(number) for number in re.findall("\ue000(\\d+)\ue001", marked)]
         if len(set(order)) < len(order):
-            raise DataError("the template says a message twice")
+            raise DataError("the chat template writes a message twice")
         if left_out := {n for n, one in enumerate(messages) if one["role"] == "assistant"} - set(order):
-            raise DataError(f"the template leaves message {min(left_out) + 1} out")
+            raise DataError(f"the chat template leaves message {min(left_out) + 1} out")
         around = re.split("\ue000\\d+\ue001", marked)
         contents = _contents(around, [str(messages[number]["content"]) for number in order], said)
         trained = self._trained(messages, order, around, spans)
@@ -104,7 +104,7 @@ class TokenizerTemplate:
         """The position behind the special token that ends an answer."""
         found = self._tokens.search(after)
         if found is None or after[: found.start()].strip():
-            raise DataError("the template ends an answer with no token of its own")
+            raise DataError("the chat template ends an answer without a special token")
         return start + found.end()
 
     def _fixed(self, text: str, trained: Sequence[bool]) -> Iterator[TemplatePart]:
@@ -120,7 +120,7 @@ def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list
     """Each message as the template writes it: unchanged, or stripped of white space at its start, its end or both."""
     found, place = [], len(around[0])
     if not said.startswith(around[0]):
-        raise DataError("the template's text around the messages depends on what they say")
+        raise DataError("the chat template's text around the messages depends on the messages' content")
     for number, (content, after) in enumerate(zip(messages, around[1:], strict=True)):
         last = number == len(messages) - 1
         for one in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):

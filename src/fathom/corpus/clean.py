@@ -76,7 +76,7 @@ class Clean(Stage):
             raise DataError(f"clean: no document could be read: see failed.jsonl in {self.workspace.stage('ingest')}")
         rule = max(("empty", *RULES), key=lambda rule: counts[rule])
         raise DataError(
-            f"clean: none of {counts['documents']:,} documents is kept; {rule} takes {counts[rule]:,}: "
+            f"clean: all {counts['documents']:,} documents are dropped, {counts[rule]:,} by the rule {rule}: "
             f"see dropped.jsonl in {self.workspace.stage(self.name)}"
         )
 

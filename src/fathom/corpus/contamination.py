@@ -81,8 +81,8 @@ class Benchmarks(Stage):
         """If `decontaminate.strict` is set, refuse a benchmark in which one question has two different answers."""
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
             raise DataError(
-                f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
-                f"{self.workspace.stage(self.name)}; decontaminate.strict=false continues",
+                f"benchmarks: {counts['contradictory']} questions have two different answers: see check.json below "
+                f"{self.workspace.stage(self.name)}; decontaminate.strict=false continues nevertheless",
                 1,
             )
 

@@ -33,7 +33,7 @@ def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
             raise DataError("messages: expected a list that is not empty")
         return [_message(number, one) for number, one in enumerate(given)]
     if "instruction" not in row or "output" not in row:
-        raise DataError("neither messages nor instruction and output")
+        raise DataError("expected the field messages, or the fields instruction and output")
     question = "\n\n".join(_text(row.get(key) or "", key) for key in ("instruction", "input") if row.get(key))
     system: list[ConversationMessage] = (
         [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
@@ -59,12 +59,12 @@ def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     if [one["role"] for one in before + chosen[:shared]].count("user") == 0:
-        raise DataError("no prompt: a user's message before the answers")
+        raise DataError("no prompt: a user message must precede the two answers")
     answers = chosen[shared:], rejected[shared:]
     if any(one[at]["role"] != "assistant" for one in answers for at in (0, -1)):
         raise DataError("an answer does not begin and end with the assistant's message")
     if any(message["role"] == "user" for one in answers for message in one):
-        raise DataError("the answers differ before the last message of the user")
+        raise DataError("the chosen and the rejected conversation differ before the last user message")
     if answers[0] == answers[1]:
         raise DataError("the chosen and the rejected answer are equal")
     return before + chosen, answers[1]
@@ -92,7 +92,7 @@ def _turns(text: str) -> list[ConversationMessage]:
 
 def _message(number: int, one: object) -> ConversationMessage:
     if not isinstance(one, Mapping):
-        raise DataError(f"message {number + 1} is {type(one).__name__}, not role and content")
+        raise DataError(f"message {number + 1} is {type(one).__name__}, not an object with role and content")
     role = one.get("role", one.get("from"))
     if not isinstance(role, str) or role not in ROLES:
         raise DataError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")

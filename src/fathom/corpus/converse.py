@@ -110,7 +110,7 @@ class Converse(Stage):
         if missing:
             raise DataError(
                 f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "
-                "template, or a tokenizer with it"
+                "template or another tokenizer"
             )
         return encoder
 

@@ -131,7 +131,7 @@ def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
     title, abstract = (" ".join(str(row.get(key) or "").split()) for key in ("title", "abstract"))
     abstract = abstract or " ".join(str(row.get(text_field) or "").split())
     if not title or not abstract:
-        raise DataError(f"no title and abstract: it has {', '.join(map(str, row)) or 'nothing'}")
+        raise DataError(f"no title and abstract: the record has {', '.join(map(str, row)) or 'nothing'}")
     return Paper(title, abstract.removeprefix(title).strip())
 
 

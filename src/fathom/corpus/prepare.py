@@ -198,7 +198,7 @@ def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettin
     if only is not None and not any(document is None or document.text.strip() for document in first[0]):
         raise DataError(f"{only}: no documents: there is no text in it")
     if only is not None and not divided:
-        raise DataError(f"{only} is a single line, of which no part can be held out: `held_out=0` trains on all of it")
+        raise DataError(f"{only} is a single line, so no part can be held out: `held_out=0` trains on all of it")
     return settings, sources, divided
 
 

@@ -33,14 +33,14 @@ def require_scheduler(name: str) -> None:
     if name == "slurm":
         missing = [program for program in ("sbatch", "squeue") if shutil.which(program) is None]
         if missing:
-            raise DataError(f"executor.name=slurm: no {missing[0]} here: run this where Slurm's programs are")
+            raise DataError(f"executor.name=slurm: no {missing[0]} here: run this on a machine with Slurm's programs")
 
 
 def _same_programs() -> str:
     """The shell line that puts this Python's programs on PATH, so that jobs find datatrove's program."""
     place = Path(sys.executable).parent
     if shutil.which(LAUNCHER, path=os.pathsep.join((str(place), os.environ.get("PATH", "")))) is None:
-        raise DataError(f"executor.name=slurm: no {LAUNCHER} here: install datatrove anew, or set executor.environment")
+        raise DataError(f"executor.name=slurm: no {LAUNCHER} here: reinstall datatrove, or set executor.environment")
     return f'export PATH={shlex.quote(str(place))}:"$PATH"'
 
 

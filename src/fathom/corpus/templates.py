@@ -72,7 +72,7 @@ def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
             yield TemplatePart(END, trained, token=True)
             yield TemplatePart("\n\n")
         else:
-            raise DataError("a system message stands first or nowhere")
+            raise DataError("a system message must be the first message")
 
 
 def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:

@@ -31,7 +31,7 @@ def trace_messages(text: str) -> list[ConversationMessage]:
         else:
             messages.append({"role": "assistant", "content": f"{name}: {said}"})
     if not steps or messages[-1]["role"] != "assistant" or "Final Answer:" not in messages[-1]["content"]:
-        raise DataError("a trace that ends without a Final Answer")
+        raise DataError("the trace does not end with a Final Answer")
     if not any(one["role"] == "user" for one in messages):
         raise DataError("a trace without a Question")
     return messages
@@ -42,4 +42,4 @@ def require_tools(messages: Sequence[ConversationMessage], tools: Sequence[str])
     said = [message["content"] for message in messages if message["role"] == "assistant"]
     for name in map(str.strip, re.findall(r"^Action:[ \t]*(.+)$", "\n".join(said), re.MULTILINE)):
         if name not in tools:
-            raise DataError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")
+            raise DataError(f"the trace calls {name!r}, which is not one of its tools: {', '.join(tools) or 'none'}")

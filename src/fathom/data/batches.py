@@ -206,13 +206,13 @@ class BatchPlan:
     def _layout(self, rank: int, world_size: int, micro_batch: int | None) -> tuple[int, int]:
         """The number of sequences per rank, and per micro-batch."""
         if not 0 <= rank < world_size:
-            raise DataError(f"rank {rank} is outside a world of {world_size}")
+            raise DataError(f"rank={rank}: allowed: from 0 to below world_size={world_size}")
         if self.rows_per_step % world_size:
-            raise DataError(f"{self.rows_per_step} rows per step cannot be shared equally by {world_size} ranks")
+            raise DataError(f"{self.rows_per_step} sequences per step cannot be divided among {world_size} ranks")
         rows = self.rows_per_step // world_size
         micro_batch = rows if micro_batch is None else micro_batch
         if micro_batch < 1 or rows % micro_batch:
-            raise DataError(f"{rows} rows per rank cannot be cut into micro-batches of {micro_batch}")
+            raise DataError(f"{rows} sequences per rank cannot be divided into micro-batches of {micro_batch}")
         return rows, micro_batch
 
     def _rank_batch(self, step: int, first: int, rows: int) -> Batch:
@@ -273,9 +273,12 @@ def evaluation_batches(
     """
     rows = rows_of(dataset, sequence_length, packing, overlap=1)
     if batch_size < 1 or not 0 <= rank < world_size:
-        raise DataError(f"cannot evaluate {batch_size} rows at a time as rank {rank} of {world_size}")
+        raise DataError(
+            f"batch_size={batch_size}, rank {rank} of {world_size}: allowed: a batch_size of 1 or more, a rank from 0 "
+            "on and below the number of ranks"
+        )
     if dataset.num_tokens < 2:
-        raise DataError(f"{dataset.directory}: the split {dataset.split!r} has nothing to predict")
+        raise DataError(f"{dataset.directory}: the split {dataset.split!r} needs two tokens or more, to predict one")
     windows = windows_of(dataset, sequence_length, max_tokens)
     size = batch_size * world_size
     batches = (windows[first : first + size] for first in range(0, len(windows), size))

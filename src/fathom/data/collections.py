@@ -36,7 +36,7 @@ class MixedDataset(TokenDataset):
     def select(self, domain: str) -> TokenDataset:
         """One collection with all its domains."""
         if domain not in self.collections:
-            raise DataError(f"data.mixture: no collection {domain!r}: there is {', '.join(self.collections)}")
+            raise DataError(f"data.mixture: no collection {domain!r}; allowed: {', '.join(self.collections)}")
         return self.collections[domain]
 
 
@@ -94,5 +94,5 @@ def _require_same_tokenizer(first: TokenDataset, name: str, one: TokenDataset) -
     if ours != theirs:
         raise DataError(
             f"data.mixture.{name}: its tokenizer ({str(theirs[2])[:12]}) is not that of {first.directory} "
-            f"({str(ours[2])[:12]}): prepare both with one"
+            f"({str(ours[2])[:12]}): prepare both with the same tokenizer"
         )

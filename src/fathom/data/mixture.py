@@ -38,7 +38,7 @@ def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[
     if len(weights) > MOST:
         raise DataError(f"a mixture of {len(weights):,} collections: allowed: {MOST:,} at most")
     if not weights or min(weights) < 1:
-        raise ValueError(f"positive weights are wanted, not {list(weights)}")
+        raise ValueError(f"weights must be positive, got {list(weights)}")
     total, wide = sum(weights), np.uint8 if len(weights) <= 256 else np.uint16
     # After `total` rows every collection has exactly its share, and the sequence repeats.
     order = np.empty(min(rows, total), wide)

@@ -31,7 +31,7 @@ class PlainTokenizer:
         place = Path(name)
         file = place / TOKENIZER_JSON if place.is_dir() else place
         if not file.is_file():
-            raise DataError(f"{name}: without transformers it must hold {TOKENIZER_JSON}, or be one")
+            raise DataError(f"{name}: without transformers, a tokenizer is a {TOKENIZER_JSON} or a folder with one")
         config = file.with_name(TOKENIZER_CONFIG)
         settings = json.loads(config.read_bytes()) if place.is_dir() and config.is_file() else {}
         return cls(Tokenizer.from_file(str(file)), settings)

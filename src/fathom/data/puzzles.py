@@ -112,7 +112,7 @@ class Hops(Puzzle):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.hops < self.names <= self.words or self.queries > self.names:
-            raise DataError("hops: allowed: hops < names <= words, queries <= names")
+            raise DataError("puzzle:hops: allowed: hops < names <= words, queries <= names")
 
     @cached_property
     def traits(self) -> Traits:
@@ -266,7 +266,7 @@ class RecallPuzzle(Puzzle):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.queries <= self.pairs <= self.words:
-            raise DataError("recall: allowed: queries <= pairs <= words")
+            raise DataError("puzzle:recall: allowed: queries <= pairs <= words")
 
     @cached_property
     def traits(self) -> Traits:
@@ -324,7 +324,7 @@ class PuzzleDataset(TokenDataset):
         level = None
         if self.split != "train":
             if len(self.domains) != 1:
-                raise DataError(f"{self.directory}: a held-out row has one difficulty: select one")
+                raise DataError(f"{self.directory}: held-out puzzles are read by difficulty: select a single domain")
             level = int(self.domains[0].rpartition("-")[2])
         digest = hashlib.blake2b(repr((self.name, self.seed, self.split, self.domains)).encode(), digest_size=8)
         chances = chances_of(np.frombuffer(digest.digest(), "<u8")[0], numbers, self.puzzle.traits.draws)
@@ -385,7 +385,9 @@ def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
     given: dict[str, int] = {}
     for key, value in parse_qsl(query, keep_blank_values=True):
         if key not in {*options, "seed"} or not value.isdecimal():
-            raise DataError(f"{where}: {key}={value}: allowed: whole numbers for {', '.join(sorted(options))}, seed")
+            raise DataError(
+                f"{where}: {key}={value}: allowed options: {', '.join(sorted(options))}, seed, each with a whole number"
+            )
         given[key] = int(value)
     seed = given.pop("seed", 0)
     try:

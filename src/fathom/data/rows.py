@@ -50,11 +50,11 @@ def rows_of(dataset: TokenDataset, length: int, packing: Packing, seed: int = 0,
         raise DataError(f"sequence_length must be at least 2, not {length}: the first token is not predicted")
     if isinstance(dataset, PuzzleDataset):
         if length != (own := dataset.puzzle.traits.length):
-            raise DataError(f"data.sequence_length={length}: allowed: {own}, the row of {dataset.directory}")
+            raise DataError(f"data.sequence_length={length}: allowed: {own}, the length of {dataset.directory}")
         return _Puzzles(dataset)
     if isinstance(dataset, TargetDataset):
         if packing != "documents":  # conversations must not attend to one another
-            raise DataError(f"data.packing={packing}: allowed: documents, for {dataset.directory} has a loss mask")
+            raise DataError(f"data.packing={packing}: allowed: documents, because {dataset.directory} has a loss mask")
         return _Documents(dataset, length, seed)
     return _Windows(dataset, length, length - overlap, packing == "documents")
 

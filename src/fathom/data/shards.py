@@ -134,7 +134,7 @@ def read_index(directory: Path, name: str = INDEX, tokenizer: str | None = None)
     if not path.is_file():
         if directory.is_file():
             raise NoCorpus(
-                f"{directory} is a file, not a corpus: `{_to_prepare(directory, 'DIR', tokenizer)}` makes one of it"
+                f"{directory} is a file, not a corpus: `{_to_prepare(directory, 'DIR', tokenizer)}` makes it a corpus"
             )
         if not directory.is_dir():
             raise NoCorpus(
@@ -151,7 +151,7 @@ def read_index(directory: Path, name: str = INDEX, tokenizer: str | None = None)
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise DataError(f"{path} is not the index of a prepared corpus")
     if index.get("version") != VERSION:
-        raise DataError(f"{path}: version {index.get('version')} of the format cannot be read, only {VERSION}")
+        raise DataError(f"{path}: version {index.get('version')} of the format cannot be read, only version {VERSION}")
     if index.get("crc32") != _seal(index):
         raise DataError(f"{path} is corrupt: its checksum does not match")
     try:

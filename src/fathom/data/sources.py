@@ -123,7 +123,9 @@ class Source:
     def records(self, reading: Reading) -> Iterator[Payload]:
         """Read the records; None marks a record over the size limit."""
         if self.remote:
-            raise DataError(f"{self.name}: only `fathom prepare` and `fathom corpus` read it there; copy it first")
+            raise DataError(
+                f"{self.name}: only `fathom prepare` and `fathom corpus` read remote data; copy the data here first"
+            )
         if self.kind == "files":
             return iter(self.paths)
         if self.kind == "hub":
@@ -222,7 +224,7 @@ def find_sources(
         plain = Reading()
         for key in ("text_field", "domain_field"):
             if (given := getattr(reading, key)) != getattr(plain, key):
-                raise DataError(f"{key}={given}: text files have no fields, and no other input is given")
+                raise DataError(f"{key}={given}: all inputs are text files, which have no fields")
     return sources
 
 
@@ -264,7 +266,7 @@ def json_object(line: bytes) -> dict[str, Any]:
 def field_of(fields: Mapping[str, Any], name: str) -> Any:
     """A field of a record."""
     if name not in fields:
-        raise DataError(f"no field {name!r}: it has {', '.join(fields) or 'none'}")
+        raise DataError(f"no field {name!r}: the record has {', '.join(fields) or 'none'}")
     return fields[name]
 
 

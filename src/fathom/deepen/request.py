@@ -86,7 +86,7 @@ def parse_request(text: str, layers: str | None = None) -> Request:
         name, _, given = word.strip().partition(":")
         part = _named(name)
         if any(part.axis == other.axis for other in parts):
-            raise SettingsError(f"mechanism={text}: two values of the {part.axis} axis")
+            raise SettingsError(f"mechanism={text}: two mechanisms of the {part.axis} axis; name only one")
         parts.append(part)
         options[name] = _options(part, given)
     order = sorted(parts, key=lambda part: -AXES.index(part.axis))

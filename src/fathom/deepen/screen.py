@@ -55,7 +55,7 @@ class Screen:
 
     def __post_init__(self) -> None:
         if self.documents < 2 * BATCH or self.documents % BATCH:
-            raise SettingsError(f"documents={self.documents}: allowed: multiples of {BATCH} from {2 * BATCH}")
+            raise SettingsError(f"documents={self.documents}: allowed: multiples of {BATCH}, at least {2 * BATCH}")
         if self.tokens < 2:
             raise SettingsError(f"tokens={self.tokens}: allowed: 2 or more")
 
@@ -173,8 +173,8 @@ def read_rows(tokenizer: PreTrainedTokenizerBase, text: Sequence[str], asked: Sc
         if len(rows) == asked.documents:
             return torch.tensor(rows)
     raise SettingsError(
-        f"{', '.join(text)}: {len(rows)} documents have {asked.tokens} tokens, {asked.documents} are needed; give more "
-        f"text, or fewer documents or tokens. {WHOLE}"
+        f"{', '.join(text)}: {len(rows)} documents have at least {asked.tokens} tokens, but {asked.documents} such "
+        f"documents are needed; give more text, or lower `documents` or `tokens`. {WHOLE}"
     )
 
 
@@ -209,7 +209,10 @@ def gradients(model: FathomForCausalLM, rows: Tensor) -> dict[str, Gradients]:
         if (name := getattr(model.config, axis)) != DEFAULTS[axis]:
             raise SettingsError(f"a screen needs a model without mechanisms, this one has {axis}={name}")
     if model.config.host:
-        raise SettingsError(f"a screen needs a family of Fathom's own decoder, and {model.config.host} is hosted")
+        raise SettingsError(
+            f"a screen needs a model family that Fathom's own decoder computes; {model.config.host} runs the layers of "
+            "transformers"
+        )
     training, asks = model.training, [p.requires_grad for p in model.parameters()]
     model.eval().requires_grad_(False)
     parts: dict[str, list[Gradients]] = {}

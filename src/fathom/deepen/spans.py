@@ -87,7 +87,7 @@ class Search:
         """Every candidate loop of a model with `layers` layers: each range of consecutive layers with each damping."""
         least, most = self.sizes
         if not 1 <= least <= most <= layers:
-            raise SettingsError(f"sizes={least}-{most}: allowed: 1 to {layers}, the layers of this model")
+            raise SettingsError(f"sizes={least}-{most}: allowed: from 1 to {layers}, the number of layers")
         spans = [(a, a + n - 1) for n in range(least, most + 1) for a in range(layers - n + 1)]
         return [Candidate(a, b, self.trips, damping) for damping in self.dampings for a, b in spans]
 
@@ -141,7 +141,8 @@ def read_documents(
         if len(drawn) == count:
             return drawn
     raise SettingsError(
-        f"{', '.join(inputs)}: {len(drawn)} documents, {count} are needed; give more, or fewer `documents`. {WHOLE}"
+        f"{', '.join(inputs)}: only {len(drawn)} documents, but {count} are needed; give more text, or lower "
+        f"`documents`. {WHOLE}"
     )
 
 

@@ -133,7 +133,7 @@ def attempt(trial: Trial, out: Path, say: Callable[[str], None]) -> Finding:
     """
     model = Path(trial.model)
     if not model.exists() and repository(trial.model) is None:
-        raise SettingsError(f"{trial.model}: no such directory, and no org/name on the Hub")
+        raise SettingsError(f"{trial.model}: neither a directory nor a name on the Hub (org/name)")
     if trial.text and not (out / "data" / INDEX).exists():
         check_inputs(trial.text, out / "data", HELD_OUT)
     notes = _opened(trial, out)
@@ -170,7 +170,7 @@ def _opened(trial: Trial, out: Path) -> Notes:
             key = next(key for key in now if now[key] != then[key])
             was = " ".join(then[key]) if key == "text" else then[key]
             typed = f"with `{key}={was}`" if was else f"without `{key}`"
-            raise SettingsError(f"`out={out}` holds a trial {typed}; choose another directory")
+            raise SettingsError(f"`out={out}` holds a trial that was run {typed}; choose another directory")
         return notes
     if out.exists() and (not out.is_dir() or not is_empty(out)):
         raise SettingsError(f"`out={out}` exists and holds no trial; choose another directory")

@@ -82,7 +82,7 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     """
     where, out = Path(source), Path(out)
     if not where.exists() and repository(str(source)) is None:
-        raise SettingsError(f"{source}: no such directory, and no org/name on the Hub")
+        raise SettingsError(f"{source}: neither a directory nor a name on the Hub (org/name)")
     require_replaceable(out, where, where / MODEL)
     if (out / CONFIG).exists() and not (out / HEAL).exists():
         raise SettingsError(f"{out} holds a model that `fathom deepen` did not write; choose another directory")

@@ -213,7 +213,7 @@ def _require_examples(tasks: Mapping[str, Any], num_fewshot: int | None, folder:
         shots = task.config.num_fewshot if num_fewshot is None or task.config.num_fewshot == 0 else num_fewshot
         fixed = task.config.fewshot_split or task.config.training_split or task.fewshot_cfg.samples
         if shots and not fixed:
-            raise DataError(f"{name}: {shots} examples need its train split, which {folder} lacks")
+            raise DataError(f"{name}: {shots} few-shot examples need a train split, which {folder} lacks")
 
 
 def _quiet() -> None:

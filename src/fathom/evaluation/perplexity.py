@@ -245,7 +245,7 @@ def score(
         raise SettingsError(f"stride={cut.stride}: allowed: 1 to {cut.context}, the context")
     limit = getattr(model.config, "max_position_embeddings", None) or cut.context
     if cut.context > limit:
-        raise SettingsError(f"context={cut.context}: this model's context is {limit}")
+        raise SettingsError(f"context={cut.context}: allowed: at most {limit}, this model's context")
     forward = _Forward(model, batch_size and batch_size * cut.context)
     begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
     clusters = [document.cluster for document in domain.documents]
@@ -415,13 +415,15 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
     if not _keeps_text(normalizer):
         raise SettingsError(
             f"{domain.name}: the shards do not decode to their original text, because their tokenizer changes it "
-            f"({normalizer['type']}); use the text instead"
+            f"({normalizer['type']}); evaluate on the original text instead"
         )
 
     def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
         if len(text.encode()) != document.bytes:
-            raise SettingsError(f"{domain.name}: the shards do not decode to their original text; use the text instead")
+            raise SettingsError(
+                f"{domain.name}: the shards do not decode to their original text; evaluate on the original text instead"
+            )
         return encode(text)
 
     return translate

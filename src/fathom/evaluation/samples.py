@@ -81,7 +81,7 @@ def compare_samples(folders: Sequence[str | Path], cluster: str = CLUSTER) -> Sa
     first = next(iter(runs.values()))
     shared = [key for key in first if all(key in run for run in runs.values())]
     if not shared:
-        raise DataError(f"no task is in all of {', '.join(map(str, places.values()))}")
+        raise DataError(f"no task is common to {', '.join(map(str, places.values()))}")
     left = sorted({task for run in runs.values() for task, _ in run.keys() - {*shared}})
     notes = [f"not in every run: {', '.join(left)}"] if left else []
     scores: dict[str, dict[tuple[str, str], list[Items]]] = {name: {} for name in runs}
@@ -168,12 +168,12 @@ def _answers(path: Path, cluster: str) -> dict[str, dict[Question, Answer]]:
         if not isinstance(row.get("doc_id"), int | str):
             raise DataError(f"{path}: line {number}: no doc_id, so it is no sample of lm-eval")
         if not all(isinstance(row.get(name), str | None) for name in ("doc_hash", "prompt_hash")):
-            raise DataError(f"{path}: line {number}: doc_hash and prompt_hash are texts in a sample of lm-eval")
+            raise DataError(f"{path}: line {number}: in a sample of lm-eval, doc_hash and prompt_hash must be strings")
         mine = made.setdefault(str(row.get("filter", "none")), {})
         key = row["doc_id"], row.get("doc_hash")
         if key in mine:
             why = "" if "filter" in row else ", and without its filter: log it with a later lm-eval"
-            raise DataError(f"{path}: question {row['doc_id']} is in it twice{why}")
+            raise DataError(f"{path}: question {row['doc_id']} occurs twice{why}")
         metrics, doc = row.get("metrics"), row.get("doc")
         named = metrics if isinstance(metrics, list) else [name for name in row if name not in OWN]
         values = {name: row[name] for name in map(str, named) if name in row and name not in OWN}

@@ -229,7 +229,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings
         check_checkpoint(directory)
         name = name or name_of(directory)
         if name in (".", ".."):  # its results would collide with those of all checkpoints
-            raise SettingsError(f"{name}: a checkpoint needs another name: NAME=PATH")
+            raise SettingsError(f"a checkpoint cannot be called {name!r}; give another name: NAME=PATH")
         if any(other.name == name for other in made):
             raise SettingsError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
         made.append(Checkpoint(name, directory, settings.open))
@@ -242,7 +242,7 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
     if not all(word.isdecimal() and int(word) for word in budgets) or len(set(budgets)) < len(budgets):
-        raise SettingsError(f"max_trips={words}: expected different numbers from 1 on, comma between")
+        raise SettingsError(f"max_trips={words}: expected different numbers of at least 1, separated by commas")
     return [
         Checkpoint(f"{checkpoint.name}@{budget}", checkpoint.directory, checkpoint.opener, max_trips=int(budget))
         for checkpoint in checkpoints
@@ -258,13 +258,15 @@ def under_caches(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings
             raise SettingsError(f"kvcache_{name}={value}: give `kvcache` with it")
         return list(checkpoints)
     if not settings.tasks or settings.perplexity:
-        raise SettingsError("`kvcache` reads `tasks` through caches; `fathom evaluate caches` reads texts")
+        raise SettingsError(
+            "`kvcache` needs `tasks` and excludes `perplexity`; to evaluate caches on texts: `fathom evaluate caches`"
+        )
     methods = [word.strip() for word in settings.kvcache.split(",")]
     if len(set(methods)) < len(methods):
-        raise SettingsError(f"kvcache={settings.kvcache}: expected different caches, comma between")
+        raise SettingsError(f"kvcache={settings.kvcache}: expected different caches, separated by commas")
     if methods == ["full"]:
         for name, value in options.given().items():
-            raise SettingsError(f"kvcache_{name}={value}: `kvcache=full` holds every entry and has no schedule")
+            raise SettingsError(f"kvcache_{name}={value}: `kvcache=full` keeps every entry and has no such option")
     shared = any(METHODS[base(method)].has_ratio for method in methods if base(method) in METHODS)
     return [
         Checkpoint(

@@ -198,7 +198,8 @@ def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     files = _find(folder, fields)
     if not files:
         raise DataError(
-            f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or as on docs/how-to/evaluate.md"
+            f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl, or a file name that "
+            "docs/how-to/evaluate.md lists"
         )
     own = config.test_split or config.validation_split
     scored: str | None = (

@@ -64,8 +64,9 @@ class Arm:
         for key in keys:
             if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
                 raise SettingsError(
-                    f"arm {self.name}: {key} must be equal in all arms, because they are paired; allowed: model.*, "
-                    f"optim.*, train.steps and execution settings. {key}=... without an arm's name sets it for all arms"
+                    f"arm {self.name}: {key} must be equal in all arms, because they are paired; an arm may set "
+                    f"model.*, optim.*, train.steps and execution settings. {key}=... without an arm's name sets it "
+                    "for all arms"
                 )
 
     @property
@@ -123,7 +124,7 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     name, others = value.removeprefix(AS_LARGE), {one.name: one for one in arms if not one.open}
     if more or key not in OPEN or name not in others:
         raise SettingsError(
-            f"arm {arm.name}: {key}={value}: allowed: one of {' and '.join(OPEN)}, as large as "
+            f"arm {arm.name}: {key}={value}: allowed: {AS_LARGE}ARM for one of {' and '.join(OPEN)}, where ARM is "
             f"{' or '.join(others) or 'an arm with numbers'}"
         )
 
@@ -140,8 +141,8 @@ def as_large(arm: Arm, arms: Sequence[Arm], base: Recipe) -> Arm:
     nearest = first + step * max(0, round((wanted - least) / each))
     if abs((found := parameters(nearest)) - wanted) > NEAR * wanted:
         raise SettingsError(
-            f"arm {arm.name}: {key}={value}: {nearest} is nearest, with {found:,} parameters for {wanted:,}; write the "
-            "number to accept it"
+            f"arm {arm.name}: {key}={value}: the nearest number is {nearest}, with {found:,} instead of {wanted:,} "
+            "parameters; write this number to accept it"
         )
     return with_number(nearest)
 
@@ -229,5 +230,5 @@ def _parse_arm(text: str) -> Arm:
     if len(name) > LONGEST:
         raise SettingsError(f"arms={name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
     if not NAME.fullmatch(name):
-        raise SettingsError(f"arms={text}: a name is letters, digits and _ . + -")
+        raise SettingsError(f"arms={text}: an arm's name may contain letters, digits and _ . + -")
     return Arm(name, mechanism, tuple(overrides))

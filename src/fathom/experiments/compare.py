@@ -124,7 +124,7 @@ def together(plan: Plan) -> Ranks:
     if not launched():
         return Ranks()
     if plan.pairs:
-        raise SettingsError("compare under torchrun: set `pairs` to 0: step times are measured in one process")
+        raise SettingsError("compare under torchrun: set `pairs` to 0, because step times are measured in one process")
     return start(plan.recipe)
 
 

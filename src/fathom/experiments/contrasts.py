@@ -67,9 +67,9 @@ def parse_contrasts(text: str, arms: Collection[str]) -> tuple[Contrast, ...]:
         if not (name and equals) or len(signs) != len(names) or not set(signs) <= set("+-"):
             raise SettingsError(f"contrasts={part}: {ALLOWED}")
         if unknown := [arm for arm in names if arm not in arms]:
-            raise SettingsError(f"contrasts={part}: {unknown[0]} is no arm; there are {', '.join(arms)}")
+            raise SettingsError(f"contrasts={part}: {unknown[0]} is not an arm; the arms are {', '.join(arms)}")
         if len(sides["+"]) != len(sides["-"]) or set(sides["+"]) & set(sides["-"]):
-            raise SettingsError(f"contrasts={part}: {ALLOWED}, and no arm on both sides")
+            raise SettingsError(f"contrasts={part}: {ALLOWED}; no arm may have both signs")
         if name in [other.name for other in found]:
             raise SettingsError(f"contrasts={part}: {name} appears twice")
         found.append(Contrast(name, sides["+"], sides["-"]))

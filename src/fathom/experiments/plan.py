@@ -112,7 +112,7 @@ class Plan:
         except ValueError as error:
             raise SettingsError(f"{path} is damaged: {' '.join(str(error).split())}") from None
         if not found.arms or not found.seeds:
-            raise SettingsError(f"{path} is damaged: it holds no arms and seeds")
+            raise SettingsError(f"{path} is damaged: it has no arms or no seeds")
         try:
             recipe = parse_recipe(found.recipe)
             plan = cls(recipe, found.arms, found.seeds, found.equal, found.pairs, found.contrasts)

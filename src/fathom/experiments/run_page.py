@@ -105,7 +105,7 @@ class Extras:
 def read_run(directory: Path) -> RunFacts:
     """Read the directory of a run, which may be unfinished."""
     if not (directory / RECIPE).is_file() or not (directory / METRICS).is_file():
-        raise SettingsError(f"{directory}: no run of fathom train (it has no {RECIPE} and {METRICS})")
+        raise SettingsError(f"{directory}: not a run of fathom train, which would have {RECIPE} and {METRICS}")
     recipe = load_recipe(directory / RECIPE)
     result = RunResult.of(directory) if (directory / RESULT).is_file() else None
     return RunFacts(directory, recipe, estimate(_here(directory, recipe)), read_metrics(directory), result)

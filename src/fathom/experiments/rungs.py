@@ -247,7 +247,9 @@ class Ladder:
         if changed:
             raise SettingsError(f"{path}: {', '.join(changed)} differs from the plan; another plan needs another `out`")
         if values["estimator"] != ESTIMATOR:
-            raise SettingsError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
+            raise SettingsError(
+                f"{path}: the plan uses estimator {values['estimator']}; this version of Fathom has {ESTIMATOR}"
+            )
         arms: tuple[Arm, ...] = restored(tuple[Arm, ...], values["arms"])
         return cls(parse_recipe(values["recipe"]), fill(Rules, values["rules"]), arms, _added(out))
 
@@ -271,7 +273,10 @@ class Ladder:
         more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
         if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
             have = ",".join(map(str, self.seeds))
-            raise SettingsError(f"seeds={','.join(map(str, seeds))}: allowed: more than the sizes have, {have}")
+            raise SettingsError(
+                f"seeds={','.join(map(str, seeds))}: allowed: no fewer seeds than each size has now ({have}), and more "
+                "for at least one"
+            )
         date = datetime.now(timezone.utc).isoformat(timespec="seconds")
         added = (*self.added, Added(wanted, date, finished))
         write_json(out / ADDED, {"added": added})
@@ -341,7 +346,7 @@ def _added(out: Path) -> tuple[Added, ...]:
     try:
         return restored(tuple[Added, ...], read_json(path)["added"])
     except (ValueError, KeyError):
-        raise SettingsError(f"{path} is damaged: it differs from what was added") from None
+        raise SettingsError(f"{path} is damaged: it differs from the seeds that were added") from None
 
 
 MOST = 100
@@ -395,17 +400,17 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     sequence twice or do not grow, arms with their own learning rate, and a control with its own steps."""
     if ladder.control.open:
         raise SettingsError(
-            f"arm {ladder.control.name}: the sizes follow from the control, so its numbers are written out"
+            f"arm {ladder.control.name}: the ladder's sizes follow from the control, so write its numbers out"
         )
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
-            raise SettingsError(f"arms={arm.name}: a name that begins with {MATCHED} is a control's")
+            raise SettingsError(f"arms={arm.name}: names that begin with {MATCHED} are reserved for controls")
         _check_rate(ladder, arm)
     _ = ladder.contrasts  # refuses a wrong one
     if ladder.control.own_steps:
         raise SettingsError(
-            f"arm {ladder.control.name}: train.steps is set by the ladder's sizes, whose tokens are the control's; "
-            f"{SECTION}.tokens or {SECTION}.tokens_per_parameter sets them for all arms"
+            f"arm {ladder.control.name}: train.steps follows from the tokens that the control trains on at each size; "
+            f"{SECTION}.tokens or {SECTION}.tokens_per_parameter sets these tokens for all arms"
         )
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
@@ -414,8 +419,8 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     for size in ladder.all_sizes:
         if size.tokens > data.num_tokens:
             raise SettingsError(
-                f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
-                "sizes that read nothing twice"
+                f"size {size.name} reads {size.tokens:,} tokens, but {data.directory} has only {data.num_tokens:,}: "
+                "allowed: sizes that read no token twice"
             )
         check(ladder.plan(size), begins=begins)
     return ladder
@@ -430,8 +435,8 @@ def _check_rate(ladder: Ladder, arm: Arm) -> None:
     for key in ("lr", "weight_decay"):
         if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
             raise SettingsError(
-                f"arm {arm.name}: optim.{key} is set by the ladder, which tunes each arm's learning rate and scales "
-                f"both by one rule; optim.{key}=... without an arm's name sets the start for all arms"
+                f"arm {arm.name}: optim.{key} is set by the ladder, which tunes each arm's learning rate and scales lr "
+                f"and weight_decay by one rule; optim.{key}=... without an arm's name sets the start for all arms"
             )
 
 
@@ -449,7 +454,7 @@ def _check_sizes(ladder: Ladder) -> None:
     flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
     for size, below, own in zip(ladder.sizes[1:], flops, flops[1:], strict=False):
         if own <= below:
-            spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
+            spent = f"size {size.name} takes {own:.3g} FLOPs, the size before it {below:.3g}"
             raise SettingsError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: sizes from small to large")
 
 
@@ -472,7 +477,10 @@ def share_of(layers: int, text: str) -> int:
         raise SettingsError(f"{LAYERS}={text}: allowed: a share such as 1/3, {MOST} at most")
     found = layers * share
     if found.denominator != 1 or found < 1:
-        raise SettingsError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
+        raise SettingsError(
+            f"{LAYERS}={text}: this share of {layers} layers is {float(found):g}; allowed: a share that gives "
+            "a whole number"
+        )
     return int(found)
 
 

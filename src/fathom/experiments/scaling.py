@@ -67,7 +67,7 @@ class Rung:
 
     def __post_init__(self) -> None:
         if not self.control or len(self.control) != len(self.arm):
-            raise ValueError("a rung needs paired losses: as many of the arm as of the control, at least one")
+            raise ValueError("a model size needs paired losses: equally many of arm and control, at least one")
 
     @property
     def seeds(self) -> int:

@@ -254,7 +254,7 @@ def test_a_part_of_a_head_is_rotated_where_the_class_can_only(family: str) -> No
     ignored = read(config | {"partial_rotary_factor": 0.5})
     assert ignored.rope_parameters == read(config).rope_parameters
     config.pop("rope_parameters")
-    with pytest.raises(ValueError, match="rotates whole heads"):
+    with pytest.raises(ValueError, match="rotates all channels of a head"):
         read(config | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5})
     kept = read(config_of("gpt_neox") | {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}})
     assert kept.rope_parameters["partial_rotary_factor"] == 0.5

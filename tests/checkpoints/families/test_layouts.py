@@ -28,7 +28,7 @@ def test_a_type_that_a_later_transformers_runs_is_refused_with_its_number(monkey
     values = configured("afmoe").to_dict() | {"model_type": "afmoe"}
     assert hosted.configuration(values)["host"] == "afmoe"
     monkeypatch.setattr(hosted.transformers, "__version__", "5.16.2")
-    with pytest.raises(ValueError, match=r"^afmoe models need transformers 5\.17 or newer, and here is 5\.16\.2$"):
+    with pytest.raises(ValueError, match=r"^afmoe models need transformers 5\.17 or newer; installed is 5\.16\.2$"):
         hosted.configuration(values)
 
 

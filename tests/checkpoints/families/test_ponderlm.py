@@ -364,8 +364,16 @@ def test_rounds_are_those_of_the_public_classes(kind: str, keys: dict[str, objec
         ("ponder-llama", {"pondering_steps": "absent"}, "pondering_steps must be"),
         ("ponder-pythia", {"softmax_temperature": 0.5}, "softmax_temperature=0.5"),
         ("ponder-llama", {"residual_pondering": True}, "residual_pondering=True"),
-        ("ponder-llama", {**dict.fromkeys(PONDER, "absent"), "scale_embeds": True}, "scale_embeds=True without"),
-        ("ponder-pythia", {**dict.fromkeys(PONDER, "absent"), "recurrent_model": True}, "recurrent_model=True without"),
+        (
+            "ponder-llama",
+            {**dict.fromkeys(PONDER, "absent"), "scale_embeds": True},
+            "scale_embeds=True needs another key",
+        ),
+        (
+            "ponder-pythia",
+            {**dict.fromkeys(PONDER, "absent"), "recurrent_model": True},
+            "recurrent_model=True needs another key",
+        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused_by_name(

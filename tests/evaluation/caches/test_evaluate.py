@@ -179,8 +179,14 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
                 ["--max-trips", "1"],
             )
         ),
-        (["--kvcache", "drop", *SCHEDULE, "--no-needles", "--questions", "999"], "--questions 999: nothing is asked"),
-        (["--kvcache", "drop", *SCHEDULE, "--no-needles", "--compressions", "7"], "--compressions 7: nothing is asked"),
+        (
+            ["--kvcache", "drop", *SCHEDULE, "--no-needles", "--questions", "999"],
+            "--questions 999: has no effect without",
+        ),
+        (
+            ["--kvcache", "drop", *SCHEDULE, "--no-needles", "--compressions", "7"],
+            "--compressions 7: has no effect without",
+        ),
         (["--kvcache", "sinks,full", *SCHEDULE, "--kvcache-ratio", "0.3"], "--kvcache-ratio 0.3: sinks lets one token"),
         (["--kvcache", "freqkv", *SCHEDULE, "--kvcache-kept", "30"], "--kvcache: a window of 32 with 2 sinks can keep"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),

@@ -108,7 +108,9 @@ class Family:
         nested = [key for key in rope if isinstance(rope[key], dict)]
         if self.rotates != "by type":
             if nested:
-                raise ValueError(f"rope_parameters.{nested[0]}: a {self.name} model rotates all layers alike")
+                raise ValueError(
+                    f"rope_parameters.{nested[0]}: all layers of a {self.name} model share one set of RoPE parameters"
+                )
             return rotation(rope, head_dim, partial)
         made = {key: rope[key] for key in nested}
         factor = getattr(resolved, "partial_rotary_factor", None)  # the class completes each type with it

@@ -18,7 +18,10 @@ def switches(theirs: PreTrainedConfig) -> Values:
     """The switches by which GPT-NeoX differs from Llama: norms, biases and the order of sub-layers."""
     head = theirs.hidden_size // theirs.num_attention_heads
     if getattr(theirs, "head_dim", None) not in (None, head):
-        raise ValueError(f"head_dim={theirs.head_dim}: in a gpt_neox model it would rotate another part of a head")
+        raise ValueError(
+            f"head_dim={theirs.head_dim}: allowed in a gpt_neox model: hidden_size / num_attention_heads; RoPE would "
+            "rotate a different part of each head"
+        )
     return {
         "norm": "layer",
         "qk_norm": "none",

@@ -225,7 +225,7 @@ def configuration(theirs: Values) -> Values:
     read."""
     kind, here = str(theirs["model_type"]), transformers.__version__
     if (first := SINCE.get(kind)) is not None and tuple(map(int, here.split(".")[:2])) < first:
-        raise ValueError(f"{kind} models need transformers {'.'.join(map(str, first))} or newer, and here is {here}")
+        raise ValueError(f"{kind} models need transformers {'.'.join(map(str, first))} or newer; installed is {here}")
     require_known(theirs)
     read = CONFIG_MAPPING[str(theirs["model_type"])].from_dict(dict(theirs))
     read.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ; those of most layers are named

@@ -190,7 +190,9 @@ def rotation(rope: Values, head_dim: int, partial: bool) -> Values:
     read = {"rope_type", "rope_theta", *ROPE_READ[kind], *(("partial_rotary_factor",) if partial else ())}
     factor = rope.get("partial_rotary_factor", 1.0)
     if kind != "default" and "partial_rotary_factor" not in read and int(head_dim * factor) != head_dim:
-        raise ValueError(f"rope_type {kind} with partial_rotary_factor={factor}: this family rotates whole heads")
+        raise ValueError(
+            f"rope_type {kind} with partial_rotary_factor={factor}: this model family rotates all channels of a head"
+        )
     if not isinstance(rope["rope_theta"], int | float):
         raise ValueError(f"rope_theta must be a number, got {rope['rope_theta']!r}")
     return {key: value for key, value in rope.items() if key in read}

@@ -81,7 +81,10 @@ def gemma4(theirs: Any) -> Values:
     """Gemma's switches; refuses Gemma 4 models whose layers read more than the previous layer's output."""
     for key in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
         if getattr(theirs, key):
-            raise ValueError(f"{key}={getattr(theirs, key)}: layers read more than the last one's output; 0 opens")
+            raise ValueError(
+                f"{key}={getattr(theirs, key)}: layers would read more than the previous layer's output; Fathom opens "
+                f"only models with {key}=0"
+            )
     return gemma(theirs)
 
 
@@ -218,5 +221,5 @@ def add_family(kind: str, *layouts: Layout, switches: Callable[[Any], Values] = 
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"{kind}: register its configuration and models with transformers first (AutoConfig.register)")
     if not layouts:
-        raise ValueError(f"{kind}: give a layout; `Layout()` is that of Llama's descendants")
+        raise ValueError(f"{kind}: give at least one layout; `Layout()` fits layers whose parts are named as in Llama")
     HOSTS[kind] = Host(layouts, switches)

@@ -48,14 +48,14 @@ def published_config(config: Values) -> Values:
     """The configuration in Fathom's keys."""
     for key in ("num_latent_thoughts", "ponderinglm"):
         if config.get(key):
-            raise ValueError(f"{key}={config[key]}, a key of PonderLM, in a checkpoint that mixes over depth: unknown")
+            raise ValueError(f"{key}={config[key]}: a checkpoint that mixes over depth cannot also be a PonderLM model")
     off = [key for key, value in config.items() if key.startswith(SWITCHES) and not value]
     _, ours = known_as(LLAMA, config, (*READ, *off, "num_latent_thoughts", "ponderinglm"))
     if config.get("scale_embeds"):
         ours["embedding_scale"] = ours["hidden_size"] ** 0.5
     baseline = next((config[key] for key in BASELINE_KEYS if config.get(key)), None)
     if baseline is not None and config.get("use_depth_attention"):
-        raise ValueError(f"this checkpoint says both use_depth_attention and baseline_mode {baseline!r}")
+        raise ValueError(f"config.json sets both use_depth_attention and baseline_mode {baseline!r}; keep one of them")
     if not config.get("use_qk_norm", True):
         ours["qk_norm"] = "none"
     return ours | (_depth_attention(config) if baseline is None else _baseline(config, baseline))
@@ -69,7 +69,8 @@ def _depth_attention(config: Values) -> Values:
     pattern = _first(config, "cross_layer_pattern", "cross_layer_mode")
     if not config.get("use_depth_attention") and pattern != "depth_softmax":
         raise ValueError(
-            f"this checkpoint has neither use_depth_attention nor cross_layer_pattern 'depth_softmax', but {pattern!r}"
+            "config.json must set use_depth_attention, or cross_layer_pattern to 'depth_softmax'; it has the pattern "
+            f"{pattern!r}"
         )
     stride = _first(config, "depth_attention_stride", "depth_softmax_stride")
     if stride is None:

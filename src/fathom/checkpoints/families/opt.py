@@ -31,7 +31,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
             f"word_embed_proj_dim={theirs.word_embed_proj_dim}: Fathom's decoder does not project embeddings"
         )
     if not theirs.do_layer_norm_before or theirs._remove_final_layer_norm:
-        raise ValueError("do_layer_norm_before=false, as OPT-350m has it: Fathom's decoder norms before sub-layers")
+        raise ValueError("do_layer_norm_before=false, as in OPT-350m: Fathom's decoder normalizes before sub-layers")
     return {
         "norm": "layer" if theirs.layer_norm_elementwise_affine else "layer_plain",
         "qk_norm": "none",

@@ -25,7 +25,9 @@ def configuration(config: Values) -> Values:
     """The values of Fathom's configuration: Llama's, Qwen2's sliding windows if any, and Ouro's norms, loop and exit
     gate."""
     if config.get("early_exit_step") is not None:
-        raise ValueError(f"early_exit_step={config['early_exit_step']}: call the model with max_trips instead")
+        raise ValueError(
+            f"early_exit_step={config['early_exit_step']}: delete it from config.json and call the model with max_trips"
+        )
     base, ours = known_as(QWEN2, config, READ)
     trips, threshold = config.get("total_ut_steps"), config.get("early_exit_threshold")
     loop = {

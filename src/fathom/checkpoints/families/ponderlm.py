@@ -45,10 +45,10 @@ def meaning(config: Values, hidden_size: int) -> Values:
             raise ValueError(f"{key}={config[key]}: Fathom does not know this key of a pondering model")
     first, second = (next((key for key in keys if key in named), None) for keys in (PONDER, PONDER2))
     if first and second:
-        raise ValueError(f"{first} is a key of PonderLM and {second} of PonderLM-2: a model is one of them")
+        raise ValueError(f"{first} is a key of PonderLM and {second} of PonderLM-2: a model may have keys of one only")
     if named and not (first or second):
         raise ValueError(
-            f"{named[0]}={config[named[0]]} without a key that says what recurs, such as pondering_steps (PonderLM), "
+            f"{named[0]}={config[named[0]]} needs another key that names the mechanism: pondering_steps (PonderLM), "
             "num_latent_thoughts (PonderLM-2) or use_depth_attention (Depth-Attention)"
         )
     return _ponder(config, hidden_size) if first else _ponder2(config, hidden_size) if second else {}
@@ -65,7 +65,7 @@ def _ponder(config: Values, hidden_size: int) -> Values:
     steps = _count(config, "pondering_steps")
     temperature = config.get("softmax_temperature") or 1.0
     if kind == "gpt_neox" and temperature != 1:
-        raise ValueError(f"softmax_temperature={temperature}: the public GPT-NeoX class does not apply it")
+        raise ValueError(f"softmax_temperature={temperature}: PonderLM's public GPT-NeoX class ignores it; set it to 1")
     gain = steps if config.get("mutiply_pondering_steps") else 1
     alpha = hidden_size**0.5 if config.get("scale_embeds") else 1.0
     options = {"trips": steps + 1, "top_k": 0, "temperature": float(temperature), "mixture_gain": 1 / gain}
@@ -80,10 +80,12 @@ def _ponder2(config: Values, hidden_size: int) -> Values:
     kind = _kind(config, "PonderLM-2", ("gpt_neox", "llama"))
     _switched_on(config, kind, ("recurrent_model",), PONDER2)
     if config.get("interpolation", True):  # the loader's default
-        raise ValueError("interpolation=true feeds back a mixture of words instead of the hidden state: not supported")
+        raise ValueError(
+            "interpolation=true feeds back a mixture of token embeddings instead of the hidden state: not supported"
+        )
     for code in (config.get("auto_map") or {}).values():
         if BASELINES.search(str(code)):
-            raise ValueError(f"auto_map names {code}, a baseline of PonderLM-2 that shares its keys: not supported")
+            raise ValueError(f"auto_map names {code}, a baseline of PonderLM-2 with the same keys: not supported")
     thoughts, rounds = _count(config, "num_latent_thoughts"), config.get("num_jacobi_iterations")
     rounds = 3 if rounds is None else rounds
     drawn = [2, 4 if kind == "gpt_neox" else 3] if config.get("random_jacobi_iterations") else [rounds, rounds]
@@ -96,7 +98,9 @@ def _ponder2(config: Values, hidden_size: int) -> Values:
 def _kind(config: Values, name: str, allowed: tuple[str, ...]) -> str:
     kind = str(config.get("model_type"))
     if kind not in allowed:
-        raise ValueError(f"model_type={kind} with keys of {name}, whose authors' code has only {', '.join(allowed)}")
+        raise ValueError(
+            f"model_type={kind} with keys of {name}: the code of {name}'s authors has only {', '.join(allowed)}"
+        )
     return kind
 
 
@@ -106,8 +110,8 @@ def _switched_on(config: Values, kind: str, switches: tuple[str, ...], keys: tup
     if not any(config.get(key) for key in switches):
         there = ", ".join(key for key in (*keys, "scale_embeds") if key in config)
         raise ValueError(
-            f"{' or '.join(switches)} is not true, so that the authors' loader makes a plain {kind} of it: delete "
-            f"{there} from config.json to open it as one"
+            f"{' or '.join(switches)} is not true in config.json, so the authors' loader makes it a plain {kind} "
+            f"model: to open it as a plain {kind} model, delete {there} from config.json"
         )
 
 

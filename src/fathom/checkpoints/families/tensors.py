@@ -103,7 +103,7 @@ class Piece:
             part = self.rule.split(whole, self.config)[self.part]
         except RuntimeError:
             shape = list(whole.shape)
-            raise ValueError(f"{self.name} has shape {shape}, which this configuration cannot split") from None
+            raise ValueError(f"{self.name} of shape {shape} cannot be split by the sizes in config.json") from None
         if len(self.rule.ours) > 1:  # a copy, so that a part does not keep the whole tensor in memory
             return part.clone(memory_format=torch.contiguous_format)[index]
         return part.contiguous()[index]

@@ -120,7 +120,7 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: EvaluationSetti
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
     if asked.needles == "natural" and not domains:
-        raise SettingsError("needles=natural: needs `perplexity`, in whose text the needles are planted")
+        raise SettingsError("needles=natural: needs `perplexity`, the text in which the needles are planted")
     schedules = [asked.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
@@ -168,7 +168,7 @@ def ask(
     if needles is None and not chosen:
         for name, value in (("questions", questions), ("compressions", compressions)):
             if value is not None:
-                raise SettingsError(f"{name}={value}: nothing is asked without needles and `tasks`")
+                raise SettingsError(f"{name}={value}: has no effect without `needles` or `tasks`")
     questions = QUESTIONS if questions is None else questions
     if questions < 1:
         raise SettingsError(f"questions={questions}: allowed: 1 or more")

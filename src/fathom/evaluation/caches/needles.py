@@ -62,7 +62,7 @@ class Needles:
             length: Tokens of a key.
         """
         if len(ids) < values + 2 * length:
-            raise SettingsError(f"{len(ids)} tokens are too few to make needles of")
+            raise SettingsError(f"{len(ids)} tokens are too few to make needles from")
         order = ids[torch.randperm(len(ids), generator=generator)]
         answers, rest = order[:values], order[values:]
         asked = rest[torch.randint(0, len(rest), (keys, length), generator=generator)]
@@ -122,7 +122,7 @@ def plant(
     first, slots = -(-after // wide), length // wide
     border = 3 * within // (4 * wide) if within else (first + slots) // 2
     if count > len(needles.asked) or count > border - first or 2 * count > slots - first:
-        raise SettingsError(f"{count} needles of {wide} tokens do not fit {within or length} tokens")
+        raise SettingsError(f"{count} needles of {wide} tokens do not fit into {within or length} tokens")
 
     def drawn(n: int, k: int) -> Tensor:
         return torch.rand(batch, n, generator=generator).argsort(1)[:, :k]

@@ -115,8 +115,9 @@ class Frame:
         answer = max(len(wanted), parts.most)
         if room < 0 or (cell.place == "outside" and len(tail) > schedule.freed):
             raise SettingsError(
-                f"{cell.task}: the question needs {len(head) + len(tail) + sum(map(len, planted))} tokens, and "
-                f"{self.length(cell, schedule, len(tail))} come before the answer of {answer}: give a larger window"
+                f"{cell.task}: the question needs {len(head) + len(tail) + sum(map(len, planted))} tokens, too many "
+                f"for a prompt of {self.length(cell, schedule, len(tail))} before an answer of {answer}: give a larger "
+                "window"
             )
         units: list[list[int]] = []
         while sum(map(len, units)) < room:
