@@ -81,7 +81,11 @@ def test_generate(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("ponder", ["--max-trips", "4"], "--max-trips 4: this model was trained for 3 iterations; allowed: 1 to 3"),
         ("ponder", ["--max-trips", "0"], "allowed: 1 to 3"),
         ("once", ["--max-trips", "1"], "has no loop iterations to limit"),
-        ("ponder2", ["--set", "prefill_chunk_size=4"], "set recurrence_options.prefill=exact, or leave the chunk size"),
+        (
+            "ponder2",
+            ["--set", "prefill_chunk_size=4"],
+            "set recurrence_options.prefill=exact, or leave prefill_chunk_size",
+        ),
     ],
 )
 def test_what_cannot_be_asked(

@@ -121,7 +121,7 @@ def test_values_built_in_python_become_what_their_types_say() -> None:
         ("model.mixer=blender", "mixer must be one of none, depth_attention"),
         ("model.mixer_options={stride: 2}", "mixer_options.stride is not an option of none"),
         ("model.num_key_value_heads=7", "must be a multiple of num_key_value_heads"),
-        ("model.from_pretrained=/nowhere", "model.from_pretrained=/nowhere: no config.json there"),
+        ("model.from_pretrained=/nowhere", "model.from_pretrained=/nowhere: neither a directory with a config.json"),
         ("data.sequence_length=4096", "at most model.max_position_embeddings=2048"),
     ],
 )

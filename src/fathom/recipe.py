@@ -536,7 +536,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
     if not isinstance(source, (str, Path, types.NoneType)):
         raise SettingsError(f"model.from_pretrained={show(source)}: allowed: a path, or null")
     if source is not None and not is_source(source):
-        raise SettingsError(f"model.from_pretrained={source}: no config.json there, and no run")
+        raise SettingsError(f"model.from_pretrained={source}: neither a directory with a config.json nor a run")
     try:
         return config_of(model)
     except ModelError as error:

@@ -93,7 +93,7 @@ def _items(origin: Any, hints: tuple[Any, ...], values: Sequence[Any], name: str
     if origin is not tuple or not hints or hints[-1] is ...:
         hints = (hints or (Any,))[:1] * len(values)
     if len(values) != len(hints):
-        raise ValueError(f"{name.lstrip('.')}: not a list of {len(hints)}")
+        raise ValueError(f"{name.lstrip('.')}: not a list of {len(hints)} values")
     made = (fit(hint, value, name, read) for hint, value in zip(hints, values, strict=True))
     return tuple(made) if origin is tuple else list(made)
 

@@ -88,7 +88,7 @@ def test_drafts_are_refused_before_anything_is_shown(tmp_path: Path, capsys: pyt
         assert shown.out == "" and shown.err.startswith("fathom: --speculate 9: ") and message in shown.err
     command = ["generate", str(loop), "deep", "--device", "cpu", "--json", "--speculate"]
     for words, message in (
-        (["--max-trips", "1"], "one iteration, by --max-trips or the checkpoint, leaves nothing to draft with"),
+        (["--max-trips", "1"], "drafting needs two iterations or more; --max-trips or the checkpoint allows one"),
         (["--set", "num_beams=2"], "each row is one text; leave out beams"),
     ):
         assert main([*command, *words]) == 2

@@ -20,7 +20,7 @@ from fathom.errors import SettingsError
         ("export", "export it with `form=fathom`", "export it with --as fathom"),
         ("deepen", "mechanism=loop+ponder: two mechanisms", "--with loop+ponder: two mechanisms"),
         ("train", "branch it: `origin=runs/a` with `run_dir`", "branch it: --from runs/a with --run"),
-        ("lineage", "give it with `adapter_base`", "give it with --adapter-base"),
+        ("lineage", "give the base model with `adapter_base`", "give the base model with --adapter-base"),
         (
             "train",
             "`generate_batch` or `kvcache=full` is no flag here",

@@ -474,7 +474,10 @@ def test_the_command_reads_tasks_through_caches(
         (["--kvcache", "drop,drop", "--kvcache-window", "16"], "expected different caches"),
         (["--kvcache-window", "16"], "--kvcache-window 16: give --kvcache with it"),
         (["--kvcache", "full", "--kvcache-window", "16"], "--kvcache full keeps every entry and has no such option"),
-        (["--kvcache", "sinks,full", *cache[2:4], "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: sinks lets one"),
+        (
+            ["--kvcache", "sinks,full", *cache[2:4], "--kvcache-ratio", "0.5"],
+            "--kvcache-ratio 0.5: method sinks removes one",
+        ),
         (
             ["--kvcache", "drop", "--kvcache-window", "16", "--perplexity", "x"],
             "caches on texts: `fathom evaluate caches`",

@@ -337,7 +337,7 @@ def test_json_is_not_padded(served):
 def test_a_template_without_tools_says_so(folder):
     with in_thread(service(folder, "{{ messages[0].content }}")) as served:
         status, body = served.post("/v1/chat/completions", messages=ASK, tools=TOOLS)
-    assert status == 400 and body["error"]["message"] == "tools: this model's chat template does not write tools"
+    assert status == 400 and body["error"]["message"] == "tools: this model's chat template does not support tools"
 
 
 def test_without_the_library_the_answer_says_what_to_install(served, monkeypatch):

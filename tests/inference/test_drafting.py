@@ -186,5 +186,5 @@ def test_a_text_that_ends_leaves_the_drafts_of_others(engine, monkeypatch):  # n
 
 def test_what_cannot_be_looked_up_is_refused():
     for case, settings in (("adaponder", {}), ("vanilla", {"policy": Policy("sinks", 16, 2, 0.5)})):
-        with pytest.raises(SettingsError, match="cannot take tokens back"):
+        with pytest.raises(SettingsError, match="cannot remove tokens"):
             Engine(build(config_of(case)), BUDGET, lookup=True, **settings)

@@ -454,7 +454,7 @@ def test_the_likeliest_tokens_do_not_depend_on_company(engine, monkeypatch):
 @pytest.mark.parametrize(
     ("case", "settings", "words"),
     [
-        ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
+        ("ponder2", {"draft_trips": 1}, "recurrence=ponder2 cannot be computed by themselves"),
         ("loop", {"draft_trips": 0}, "between 1 and 2"),
         ("loop", {"draft_trips": 1, "policy": Policy("sinks", 16, 2, 0.5)}, "which a cache of constant size cannot"),
     ],
@@ -480,14 +480,14 @@ def test_texts_of_one_request_do_not_keep_others_out(engine, monkeypatch):
     running.call(lambda: held.wait(60))
     many = [Collected([5 + i], 2, Choice(), request=request) for i in range(4)]
     running.submit([one.job for one in many])
-    with pytest.raises(RequestError, match="4 texts are already waiting"):
+    with pytest.raises(RequestError, match="4 sequences are already waiting"):
         running.submit([Collected([5], 2, Choice(), request=held).job for _ in range(2)])
     singles = [Collected([7 + i], 2, Choice(), request=object()) for i in range(3)]
     for one in singles:
         assert running.ready
         running.submit([one.job])
     assert not running.ready
-    with pytest.raises(RequestError, match="4 texts are already waiting"):
+    with pytest.raises(RequestError, match="4 sequences are already waiting"):
         running.submit([Collected([5], 2, Choice()).job])
     held.set()
     assert [one.wait() for one in [*many, *singles]] == ["length"] * 7

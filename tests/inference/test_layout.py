@@ -81,7 +81,7 @@ def test_eight_bits_that_are_slower_are_refused(model, monkeypatch):
         found = lay_out(model)
         assert found.name == "int8" and found.ratios["a token"] < 0.5
     slow(monkeypatch, Int8Linear)
-    with pytest.raises(SettingsError, match=r"weights=int8: a token takes \d+\.\d\d of float32's time"):
+    with pytest.raises(SettingsError, match=r"weights=int8: on this processor a token takes \d+\.\d\d times"):
         lay_out(model)
     assert lay_out(model, "plain") == Layout("int8")
 

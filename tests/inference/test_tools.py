@@ -36,7 +36,7 @@ def test_a_template_says_how_it_writes_calls(name):
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (CHATML, "does not write tools"),
+        (CHATML, "does not support tools"),
         (CHATML + "{{ '' if tools }}", "in an unsupported notation"),
         (XML, "in an unsupported notation"),
         ("{% if tools %}{{ messages[1].tool_calls.nothing.of_this }}{% endif %}", "does not write a tool call"),

@@ -98,7 +98,7 @@ def test_switching_back():
     with switched(model):
         assert not torch.equal(model(ids).logits, stock)
         assert list(model.state_dict()) == keys
-        with pytest.raises(ValueError, match=r"already compresses in training: stop\(\) the first"):
+        with pytest.raises(ValueError, match=r"already compresses in training: call stop\(\) of the first"):
             switched(model)
     assert torch.equal(model(ids).logits, stock)
     with pytest.raises(KeyError), switched(model):
@@ -119,7 +119,7 @@ def test_a_checkpoint_saved_meanwhile_is_an_ordinary_one(tmp_path):
 def test_without_a_schedule():
     model = model_of("qwen3")
     model.set_attn_implementation("fathom_kvcache")
-    with pytest.raises(RuntimeError, match=r"switch it on with compress_in_training\(model, …\)"):
+    with pytest.raises(RuntimeError, match=r"set it by compress_in_training\(model, …\)"):
         model(tokens(1, 10))
 
 

@@ -30,7 +30,11 @@ def test_options_reach_the_method():
         (dict(method="dct", window=32), ValueError, "method must be one of full, .*, freqkv, .*, got 'dct'"),
         (dict(), ValueError, "window must be given"),
         (dict(window=32, sinks=20), ValueError, "choose another ratio or number kept, or fewer sinks"),
-        (dict(method="sinks", window=32, ratio=0.25), ValueError, "ratio=0.25: sinks lets one token go at a time"),
+        (
+            dict(method="sinks", window=32, ratio=0.25),
+            ValueError,
+            "ratio=0.25: method sinks removes one entry at a time",
+        ),
         (dict(method="sinks", window="32"), ValueError, "window must be a whole number, got '32'"),
         (dict(window=32, transfrom="fft"), TypeError, "transfrom"),
     ],
@@ -46,7 +50,7 @@ def test_bad_arguments(arguments, error, message):
 def test_a_method_of_ones_own_brings_everything(given):
     model = model_of("qwen3")
     method = make_method(model.config, "freqkv", window=32)
-    with pytest.raises(ValueError, match="this freqkv brings its own schedule and options"):
+    with pytest.raises(ValueError, match="this freqkv has its own schedule and options"):
         build_cache(model, method, **given)
 
 
@@ -58,5 +62,5 @@ def test_a_method_for_another_model(other):
     method = make_method(model_of("qwen3").config, "freqkv", window=32)
     assert build_cache(model_of("qwen3", seed=1), method).method is method
     for use in (build_cache, compress_in_training):
-        with pytest.raises(ValueError, match="made for other rotary angles"):
+        with pytest.raises(ValueError, match="made for a model with other RoPE angles"):
             use(model_of("qwen3", **other), method)

@@ -91,14 +91,14 @@ def test_what_is_refused():
     model = model_of("qwen3")
     for method, given, words in (
         ("drop+int3", {}, "quantized must be one of int8, int4, quanto, hqq, fp8, got 'int3'"),
-        ("drop+int8", dict(quantized="int4"), "method 'drop\\+int8' says that already"),
-        ("full_int8", dict(quantized="int8"), "method 'full_int8' says that already"),
+        ("drop+int8", dict(quantized="int4"), "method 'drop\\+int8' names a quantization already"),
+        ("full_int8", dict(quantized="int8"), "method 'full_int8' names a quantization already"),
     ):
         with pytest.raises(ValueError, match=words):
             build_cache(model, method, window=64, **given)
     cache = build_cache(model, "full_int8")
     model(tokens(1, 20), past_key_values=cache)
-    with pytest.raises(NotImplementedError, match="cannot be taken back"):
+    with pytest.raises(NotImplementedError, match="cannot be removed"):
         cache.crop(10)
 
 

@@ -65,7 +65,7 @@ def test_padding_is_seen_behind_the_wrapper(model):
     found = adapted(input_ids=ids, attention_mask=mask, past_key_values=build_cache(adapted, **SCHEDULE)).logits[0, 3:]
     alone = adapted(input_ids=ids[:1, 3:], past_key_values=build_cache(adapted, **SCHEDULE)).logits[0]
     assert (found - alone).abs().max() < 1e-5
-    with pytest.raises(ValueError, match="pad rows on their left"):
+    with pytest.raises(ValueError, match="pad sequences on the left"):
         adapted(input_ids=ids, attention_mask=mask.flip(1), past_key_values=build_cache(adapted, **SCHEDULE))
 
 

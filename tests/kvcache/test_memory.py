@@ -122,7 +122,7 @@ def test_crossing_chunks(model, ids):
 def test_crop(model, ids):
     cache = cache_of(model)
     cached(model, ids[:, :70], cache)
-    with pytest.raises(NotImplementedError, match=r"cannot give tokens back: reset\(\) it"):
+    with pytest.raises(NotImplementedError, match=r"cannot remove tokens: reset\(\) it"):
         cache.crop(-1)
     assert not getattr(cache, "is_croppable", False)
 

@@ -75,7 +75,7 @@ def test_padding_that_all_rows_have(case, lengths):
 
 
 @pytest.mark.parametrize(
-    ("columns", "says"), [(15, "expected \\[2, 20\\]"), (25, "expected \\[2, 20\\]"), (0, "nothing but padding")]
+    ("columns", "says"), [(15, "expected \\[2, 20\\]"), (25, "expected \\[2, 20\\]"), (0, "all padding")]
 )
 def test_a_mask_that_says_nothing_of_some_tokens(model, columns, says):
     mask = torch.ones(2, columns or 20, dtype=torch.long)
@@ -157,7 +157,7 @@ def test_other_padding_is_refused(model, where):
         model(ids[:, :10], past_key_values=cache)
     at = {"behind a row": 19, "within a row": 5, "between two turns": 10}
     mask[0, at[where]] = 0
-    with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
+    with pytest.raises(ValueError, match="pad sequences on the left, in the first forward pass only"):
         model(ids[:, cache.seen :], attention_mask=mask, past_key_values=cache)
 
 

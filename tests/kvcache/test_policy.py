@@ -192,7 +192,7 @@ def test_entries_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
 def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
     """One that is given is refused; the one that another method was tuned with is not meant for it."""
     for ratio in (0.25, 0.5):  # the default is refused too, once it is requested
-        with pytest.raises(SettingsError, match=rf"kvcache_ratio={ratio}`: sinks lets one token go at a time"):
+        with pytest.raises(SettingsError, match=rf"kvcache_ratio={ratio}`: method sinks removes one entry at a time"):
             choose(opened[0], "sinks", CacheOptions(window=16, sinks=2, ratio=ratio))
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache={**vars(FREQKV), "ratio": 0.25}), "cpu")
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)

@@ -126,17 +126,17 @@ REFUSED = {
         lambda: of("phi3", rope_parameters=LONGROPE),
         "set rope_type to one of default, linear, llama3, proportional, yarn",
     ),
-    "latent": (lambda: of("deepseek_v3"), r"deepseek_v3 stores latents \(MLA\), of which keys are made"),
+    "latent": (lambda: of("deepseek_v3"), r"deepseek_v3 stores latents \(MLA\), from which keys are computed"),
     "learned": (lambda: AutoConfig.for_model("gpt2"), "gpt2 has no rotary embedding, so its keys hold positions"),
     "own code": (lambda: AutoConfig.for_model("gptj"), "gptj rotates its keys in code of its own"),
     "unknown": (lambda: renamed("llama", "new"), "'new' is not known here"),
     "states alone": (lambda: of("lfm2", layer_types=["conv"] * 3), "lfm2: no layer keeps keys"),
     "chunked": (lambda: of("llama4_text", num_hidden_layers=2), "layer 0 is chunked_attention"),
     "sliding": (lambda: of("mistral", sliding_window=32), "set window to 32 or less"),
-    "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope' scales turned keys"),
+    "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope': normed keys cannot"),
     "shared": (
         lambda: config_of("loop", recurrence_options={"kv": "first"}),
-        "kv=first shares keys; use method 'full'",
+        "kv=first shares keys between iterations; use method 'full'",
     ),
 }
 
@@ -160,7 +160,9 @@ def test_trips_that_read_one_another(view, monkeypatch):
     config = config_of("loop")
     recurrence = recurrence_class(config)
     monkeypatch.setattr(recurrence, "sees", staticmethod(lambda config: view))
-    with pytest.raises(ValueError, match=rf"'loop' reads other trips \(view {view.name}\).*use method 'full'"):
+    with pytest.raises(
+        ValueError, match=rf"'loop' attends to other iterations \(view {view.name}\).*use method 'full'"
+    ):
         build_cache(config, window=64)
 
 
@@ -174,5 +176,5 @@ def test_tokens_that_halt(monkeypatch):
 
 def test_norms_of_rotated_keys_are_refused_by_the_model_itself():
     """Hunyuan's weighted norm comes after the rotation: its keys cannot be moved."""
-    with pytest.raises(ValueError, match="hunyuan_v1_dense computes a text differently at other positions"):
+    with pytest.raises(ValueError, match="hunyuan_v1_dense computes other outputs if all positions are shifted"):
         build_cache(model_of("hunyuan"), window=64)

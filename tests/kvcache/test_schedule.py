@@ -68,7 +68,7 @@ def test_a_crossing_chunk_is_told_what_to_do():
     [
         ((0, 4, 0.5), "window must be at least 1, got 0"),
         ((64, -1, 0.5), "sinks must not be negative, got -1"),
-        ((3, 4, 0.5), "a window of 3 is too small for 4 sinks: at least 6"),
+        ((3, 4, 0.5), "a window of 3 is too small for 4 sinks: 6 or more needed"),
         ((64, 32, 0.5), "can keep 1 to 31 other entries, not 0"),
         ((64, 4, 1.0), "ratio must lie between 0 and 1, got 1.0"),
         ((64, 4, 0.5, 2.5), "kept must be a whole number, got 2.5"),

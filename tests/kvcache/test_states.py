@@ -237,7 +237,7 @@ def test_keys_that_layers_share():
     shape |= dict(layer_types=kinds * 2, num_kv_shared_layers=2, vocab_size_per_layer_input=cases.VOCABULARY)
     model, ids = model_of("gemma4_text", **shape, rope_parameters=dict.fromkeys(kinds, PLAIN)), tokens(1, LENGTH)
     if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23):  # the cache has a layer for those as well
-        with pytest.raises(ValueError, match=r"^gemma4_text keeps keys of 2 layers: it shares them"):
+        with pytest.raises(ValueError, match=r"^gemma4_text stores keys of 2 layers, which other layers share"):
             build_cache(model, "freqkv", window=N, sinks=S, kept=L)
         return
     for method in ("key_norm", "freqkv"):  # the oracle of a later layer has its own queries

@@ -131,7 +131,7 @@ def test_rows_of_different_lengths_are_refused(model):
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.long)
     mask[0, :3] = 0
     for read in (model, lambda ids, **given: model.generate(ids, max_new_tokens=2, **given)):
-        with pytest.raises(ValueError, match="a static cache takes rows of equal length"):
+        with pytest.raises(ValueError, match="a static cache needs sequences of equal length"):
             read(ids, attention_mask=mask, past_key_values=cache_of(model, static=True))
 
 
@@ -141,7 +141,7 @@ def test_rows_of_different_lengths_are_refused(model):
         ("qwen3", "tova", {}, "tova looks at queries"),
         ("qwen3", "drop", {"quantized": "fp8"}, "quantized=fp8 stores entries in parts that grow"),
         ("gemma3-window", "drop", {}, "layers that see 20 tokens keep their own cache"),
-        ("qwen3", "full", {}, "take 'full_static'"),
+        ("qwen3", "full", {}, "use 'full_static'"),
     ],
 )
 def test_what_is_refused(case, method, options, reason):
@@ -151,5 +151,5 @@ def test_what_is_refused(case, method, options, reason):
 
 def test_a_prompt_is_not_compiled(model):
     step = torch.compile(model, backend="eager")
-    with pytest.raises(RuntimeError, match="read the prompt with the model itself"), torch.no_grad():
+    with pytest.raises(RuntimeError, match="prefill it with the uncompiled model"), torch.no_grad():
         step(tokens(1, 20), past_key_values=cache_of(model, static=True))

@@ -27,10 +27,10 @@ def padded():
 def test_padding(model):
     """On the left in a cache (test_padded.py), on the right in training."""
     ids, left, right = tokens(2, 20), padded(), padded().flip(1)
-    with pytest.raises(ValueError, match="pad rows on their left, in the first pass only"):
+    with pytest.raises(ValueError, match="pad sequences on the left, in the first forward pass only"):
         prefill(model, ids, cache_of(model), attention_mask=right)
     with compress_in_training(model, **SCHEDULE):
-        with pytest.raises(ValueError, match="in training, pad rows on their right"):
+        with pytest.raises(ValueError, match="in training, pad sequences on the right"):
             model(ids, attention_mask=left)
         model(ids, attention_mask=right)
 
@@ -82,14 +82,14 @@ def test_rows_may_change_between_calls(model):
 def test_a_mask_by_position():
     """Called with plain arguments, the decoder's mask is seen too."""
     decoder = model_of("qwen3").model
-    with pytest.raises(ValueError, match="pad rows on their left"):
+    with pytest.raises(ValueError, match="pad sequences on the left"):
         decoder(tokens(2, 20), padded().flip(1), past_key_values=build_cache(decoder, **SCHEDULE))
 
 
 def test_a_cache_under_the_training_attention(model):
     cache = cache_of(model)
     with compress_in_training(model, **SCHEDULE):
-        with pytest.raises(ValueError, match=r"stop\(\) that before you use a cache"):
+        with pytest.raises(ValueError, match=r"stop\(\) of that compression before you use a cache"):
             model(tokens(1, 20), past_key_values=cache)
         plain = DynamicCache(config=model.config)
         model(tokens(1, 20), past_key_values=plain)
@@ -165,12 +165,10 @@ def test_a_cache_for_a_model_of_other_angles(other, watched):
     mine, theirs = model_of("llama"), model_of("llama", **other)
     if watched:
         cached(theirs, tokens(1, 20), cache_of(theirs))
-    words = (
-        "built for other rotary angles than this model's" if watched else "not the one that the cache was built from"
-    )
+    words = "built for a model with other RoPE angles" if watched else "not the one that the cache was built from"
     with pytest.raises((ValueError, RuntimeError), match=words):
         cached(theirs, tokens(1, 20), cache_of(mine))
-    with pytest.raises(ValueError, match="built for other rotary angles"):
+    with pytest.raises(ValueError, match="built for a model with other RoPE angles"):
         prefill(theirs, tokens(1, 20), cache_of(mine))
 
 

@@ -11,7 +11,7 @@ from fathom.kvcache.whole import WHOLE
 from .cases import cached, model_of, tokens
 
 FP8 = hasattr(cache_utils, "Fp8QuantizedLayer")
-needs_fp8 = pytest.mark.skipif(not FP8, reason="this transformers has no fp8 cache layer")
+needs_fp8 = pytest.mark.skipif(not FP8, reason="the installed transformers has no fp8 cache layer")
 
 
 def room_for(method, length):
@@ -49,11 +49,11 @@ def test_what_they_hold():
     "method,given,message",
     [
         ("full", dict(transform="fft"), "transform: method 'full' is transformers' plain cache"),
-        ("full_static", {}, "full_static needs window: the tokens that it makes room for"),
+        ("full_static", {}, "full_static needs window, the number of tokens to allocate"),
         (
             "full_static",
             dict(window=8, quantized="fp8"),
-            "quantized=fp8: method 'full_static' stores entries as they are",
+            "quantized=fp8: method 'full_static' cannot quantize its entries",
         ),
         ("full_fp8", dict(quantized="fp8"), "quantized=fp8: method 'full_fp8' says that already"),
         ("full", dict(quantized="int3"), "quantized must be one of int8, int4, quanto, hqq, fp8, got 'int3'"),

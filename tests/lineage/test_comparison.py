@@ -106,7 +106,9 @@ def test_what_no_test_looks_at_is_said(zoo, tmp_path, monkeypatch):
 
 def test_a_null_of_related_models_is_refused(tmp_path, zoo):
     related = measure(zoo["llama"], zoo["llama"], Options())
-    with pytest.raises(ModelError, match=r"llama and .*llama share weights: a null is made of unrelated models"):
+    with pytest.raises(
+        ModelError, match=r"llama and .*llama share weights: a null distribution needs unrelated models"
+    ):
         nulls.write(tmp_path / "null.json", {"here": [related]})
     body = nulls.write(tmp_path / "null.json", {"here": [measure(zoo["llama"], zoo["mixtral"], Options())]})
     assert len(nulls.read(tmp_path / "null.json", "here").pairs) == 1 and len(body["models"]) == 2

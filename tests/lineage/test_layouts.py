@@ -28,7 +28,7 @@ REFUSED = {
     ),
     "minimax": (
         lambda: tf.MiniMaxConfig(**COMMON, **MIXTURE, head_dim=8, block_size=8),
-        "4 layers; 1 are of a known kind: layer 1 has no attention of known names; it holds self_attn.diagonal_decay",
+        "only 1 is known: layer 1 has no attention of known names; it holds self_attn.diagonal_decay",
     ),
     "kimi_linear": (
         lambda: tf.KimiLinearConfig(
@@ -36,7 +36,7 @@ REFUSED = {
             linear_num_heads=3,
             linear_head_dim=6,
         ),
-        "layers.1: its attention is of another kind than that of layers before",
+        "layers.1: its attention weights are packed unlike earlier layers'",
     ),
 }
 DEEP = WIDE | dict(num_hidden_layers=8)
@@ -241,7 +241,9 @@ def test_a_layer_whose_attention_is_unknown_is_no_state(tmp_path):
     base = save(build(tf.FalconH1Config(**DEEP, **STATES, mamba_d_ssm=128), 0, torch.float32), tmp_path / "base", 512)
     name = "model.layers.3.self_attn.q_proj.weight"
     broken = zoo.edited(base, tmp_path / "broken", lambda tensors: tensors.pop(name))
-    with pytest.raises(ModelError, match="8 layers; 3 are of a known kind: layer 3 has no attention of known names"):
+    with pytest.raises(
+        ModelError, match="8 layers, but the layout of only 3 is known: layer 3 has no attention of known names"
+    ):
         open_weights(broken)
 
 

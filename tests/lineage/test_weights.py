@@ -151,7 +151,11 @@ def test_prefixed_multimodal_and_nested_config(tmp_path, models):
             {},
             r"attention of model\.layers\.1 is ambiguous.*q_proj.*qkv_proj",
         ),
-        (lambda t: t.pop("model.layers.2.self_attn.q_proj.weight"), {}, "says 3 layers; 2 are of a known kind"),
+        (
+            lambda t: t.pop("model.layers.2.self_attn.q_proj.weight"),
+            {},
+            "says 3 layers, but the layout of only 2 is known",
+        ),
         (lambda t: None, {"num_attention_heads": 8, "head_dim": 16}, "q of layer 0 is 64×64, wanted"),
         (lambda t: None, {"num_attention_heads": None}, "how many attention heads"),
         (lambda t: t.pop("model.embed_tokens.weight"), {}, "no decoder found: its layers are known"),

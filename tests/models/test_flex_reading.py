@@ -300,9 +300,9 @@ def test_what_it_cannot_is_refused_by_name():
     model = build(config_of("latent_cot"))
     model.set_attn_implementation("flex_attention")
     ids = tokens(1, 5)
-    with pytest.raises(ValueError, match="flex_attention has no backward pass on cpu: take sdpa"):
+    with pytest.raises(ValueError, match="flex_attention has no backward pass on cpu: use sdpa"):
         model(ids, labels=ids)
-    with torch.no_grad(), pytest.raises(ValueError, match="flex_attention reads no static cache of slots"):
+    with torch.no_grad(), pytest.raises(ValueError, match="flex_attention cannot read this static cache"):
         model(ids, past_key_values=StaticCache(config=model.config, max_cache_len=8), use_cache=True)
     with pytest.raises(ValueError, match=r"attention_dropout=0\.1"):
         attend_by_rule(model, *(torch.zeros(1, 1, 1, 2),) * 3, rule=None, scaling=1.0, dropout=0.1)

@@ -1,4 +1,4 @@
-"""`generate` where the angles of RoPE change with the length of a text."""
+"""`generate` where the angles of RoPE change with the length of a sequence."""
 
 import pytest
 import torch
@@ -117,7 +117,7 @@ def test_what_cannot_be_read_again_is_refused():
         assert torch.equal(model.generate(short, **drafts, **few), expected[:, :16])
     with pytest.raises(ValueError, match=r"guidance_scale: .* within 18 tokens"):
         model.generate(short, guidance_scale=2.0, **NEW)
-    with pytest.raises(ValueError, match="change with the length of a text"):
+    with pytest.raises(ValueError, match="change with the length of a sequence"):
         DraftBatch(model, 2, 1)
     with pytest.raises(ValueError, match="depend on other requests"):
         model.init_continuous_batching()

@@ -184,8 +184,8 @@ def test_its_options_have_the_types_that_it_declares(added, given, says):
     ("annotation", "says"),
     [
         ("'Elsewhere'", "BelowOptions: the types of the options must be known at run time: name 'Elsewhere' is not"),
-        ("set[int]", "BelowOptions.reach: config.json holds no values of the type set[int]"),
-        ("dict[int, float]", "BelowOptions.reach: config.json holds no values of the type dict[int, float]"),
+        ("set[int]", "BelowOptions.reach: config.json cannot store values of the type set[int]"),
+        ("dict[int, float]", "BelowOptions.reach: config.json cannot store values of the type dict[int, float]"),
     ],
 )
 def test_options_that_no_configuration_can_hold_are_refused_when_it_is_added(package, annotation, says):
@@ -250,7 +250,7 @@ def test_an_export_that_would_not_open_is_refused(package, file, name):
 
     with pytest.raises(ValueError) as refused:
         add_mechanism(OUTSIDE_BELOW)
-    assert str(refused.value).startswith("mechanism outside_below: mixer.py cannot travel in an export: ")
+    assert str(refused.value).startswith("mechanism outside_below: mixer.py cannot be put into an export: ")
     assert f"{line.strip()}: it imports the registry" in str(refused.value) and "\n" not in str(refused.value)
     assert "outside_below" not in MECHANISMS
 
@@ -265,21 +265,24 @@ def test_what_reaches_the_registry():
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("import numpy as np", "import numpy: only torch, transformers, the standard library"),
+        ("import numpy as np", "import numpy: allowed imports: torch, transformers, the standard library"),
         ("from scipy.stats import norm", "from scipy.stats import norm: only torch"),
-        ("from fathom.models import FathomConfig", "of Fathom only `from fathom.models.ROOM.FILE import NAME`"),
-        ("from fathom.models.packages import add_mechanism", "of Fathom only"),
-        ("import fathom", "import fathom: of Fathom only"),
-        ("from fathom.training.loop import train", "of Fathom only"),
+        (
+            "from fathom.models import FathomConfig",
+            "allowed from Fathom: only `from fathom.models.FOLDER.FILE import NAME`",
+        ),
+        ("from fathom.models.packages import add_mechanism", "allowed from Fathom: only"),
+        ("import fathom", "import fathom: allowed from Fathom: only"),
+        ("from fathom.training.loop import train", "allowed from Fathom: only"),
         ("from ..elsewhere import x", "from ..elsewhere import x: only torch"),
         ("from . import pricing", "from . import pricing: only torch"),
         ("from .gone import x", "there is no gone.py next to it"),
         (
             "from .numerics import x",
-            "numerics.py cannot travel in an export: its name is that of a file of Fathom's in every export",
+            "numerics.py cannot be put into an export: Fathom has a file of this name in every export",
         ),
         ("x = 1; from fathom.models.axes.roles \\\n  import Cost", None),
-        ("from \\\n  fathom.models.axes.roles import Cost", "write it at the start of a line"),
+        ("from \\\n  fathom.models.axes.roles import Cost", "write the import at the start of a line"),
     ],
 )
 def test_what_cannot_travel_is_refused_when_it_is_added(package, line, says):
@@ -302,12 +305,12 @@ def test_names_and_places(added, package):
     from dataclasses import replace
 
     for changes, says in (
-        ({"name": "loop"}, "a word that is not taken, got 'loop'"),
-        ({"name": "outside_below"}, "a word that is not taken"),
-        ({"name": "a+b"}, "a word that is not taken, got 'a\\+b'"),
-        ({"name": "vanilla"}, "a word that is not taken"),
+        ({"name": "loop"}, "a Python identifier that no other mechanism has, got 'loop'"),
+        ({"name": "outside_below"}, "a Python identifier that no other mechanism has"),
+        ({"name": "a+b"}, "a Python identifier that no other mechanism has, got 'a\\+b'"),
+        ({"name": "vanilla"}, "a Python identifier that no other mechanism has"),
         ({"name": "other", "axis": "width"}, "mechanism other: axis must be one of mixer, residual, recurrence"),
-        ({"name": "other"}, "mechanism other: mixer.py must hold it under a name of its own"),
+        ({"name": "other"}, "mechanism other: mixer.py must assign it to a name at module level"),
     ):
         with pytest.raises(ValueError, match=says):
             add_mechanism(replace(added, **changes))
@@ -327,7 +330,7 @@ def test_two_files_of_one_name(added, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(other.parent))
     from outside_package_too.mixer import OUTSIDE_BELOW
 
-    with pytest.raises(ValueError, match=r"outside_below has another file mixer\.py, and an export has one"):
+    with pytest.raises(ValueError, match=r"outside_below has a different file mixer\.py; an export can hold only one"):
         add_mechanism(OUTSIDE_BELOW)
 
 

@@ -286,13 +286,13 @@ def test_refusals():
     stepwise(vanilla, ids, 1, cache)
     with pytest.raises(ValueError, match="filled by another model; start from an empty cache"):
         goes_on(model, cache, ids)
-    with pytest.raises(ValueError, match="a slot cache cannot be offloaded"):
+    with pytest.raises(ValueError, match="the cache of this recurrence cannot be offloaded"):
         offloaded = DynamicCache(config=model.config)
         offloaded.offloading = True
         goes_on(model, offloaded, ids)
     with pytest.raises(ValueError, match="as a negative number, got 2"):
         filled("latent_cot", tokens(1, 3))[1].crop(2)
-    with pytest.raises(TypeError, match="written by the model that made it"):
+    with pytest.raises(TypeError, match="only the model that made this cache"):
         SlotLayer(filled("latent_cot", ids)[2], []).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
 
 
@@ -307,7 +307,7 @@ def test_quantised_caches_are_refused():
 
     cache = DynamicCache(config=thinker("ponder2").config)
     cache.layers = [Quantised(nbits=4)]
-    with pytest.raises(ValueError, match="cannot be stored in a Quantised"):
+    with pytest.raises(ValueError, match="cannot store its keys in a Quantised"):
         with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
 
 

@@ -238,8 +238,8 @@ def test_the_cache_ends_where_the_text_does():
     [
         ("loop", {"draft_trips": 1, "max_trips": 9}, "max_trips must be between 1 and 3"),
         ("loop", {"draft_trips": 1, "max_trips": 0}, "max_trips must be between 1 and 3"),
-        ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
-        ("adaponder", {"draft_trips": 1}, "adaponder keeps slots"),
+        ("ponder2", {"draft_trips": 1}, "recurrence=ponder2 cannot be computed by themselves"),
+        ("adaponder", {"draft_trips": 1}, "recurrence=adaponder cannot be computed by themselves"),
         ("loop-middle", {"draft_trips": 1}, "a coda"),
         ("loop+depth_attention-shared", {"draft_trips": 1}, r"draft_trips: .* set recurrence_options\.kv to own"),
         ("loop", {"draft_trips": 3}, "between 1 and 2"),

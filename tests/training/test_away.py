@@ -65,7 +65,7 @@ def test_the_direction_is_lost() -> None:
 def test_refused() -> None:
     with pytest.raises(SettingsError, match="weight=-1: allowed: 0 or more"):
         Away({}, -1.0)
-    with pytest.raises(SettingsError, match="no matrix of the model"):
+    with pytest.raises(SettingsError, match="none of the weight matrices"):
         Away({}, 1.0).before_run(run_of(nn.Linear(2, 2)))
     with pytest.raises(SettingsError, match="single process"):
         Away({}, 1.0).before_run(run_of(nn.Linear(2, 2), ranks=2))

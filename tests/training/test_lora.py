@@ -77,7 +77,7 @@ def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path
 def test_a_module_that_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model
-    with pytest.raises(SettingsError, match=r"lora\.targets: this model has no c_attn"):
+    with pytest.raises(SettingsError, match=r"lora\.targets: this model has no module c_attn"):
         build_training(recipe.override(f"model.from_pretrained={base}", "lora.rank=2", "lora.targets=[c_attn]"))
 
 
@@ -86,7 +86,7 @@ def test_a_tied_head_takes_no_adapter_of_its_own(recipe: Recipe, key: str, tmp_p
     """Its export could not be what was trained: the embedding would change too, or the trained head be lost."""
     pytest.importorskip("peft")
     base = train(recipe.override("train.export=true", "model.tie_word_embeddings=true", "train.steps=1"), tmp_path)
-    with pytest.raises(SettingsError, match=r"lm_head is the input embedding.*embed_tokens"):
+    with pytest.raises(SettingsError, match=r"lm_head shares its weight with the input embedding.*embed_tokens"):
         build_training(recipe.override(f"model.from_pretrained={base.model}", "lora.rank=2", key))
 
 

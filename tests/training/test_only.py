@@ -86,7 +86,7 @@ def test_from_vanilla_through_gates_to_everything(corpus: Path, tmp_path: Path) 
     begun = weights(tiny_recipe(corpus, *GATES[:-1], f"model.from_pretrained={tmp_path / 'gates' / 'model'}"))
     same = {name for name in ended if torch.equal(ended[name], begun[name])}
     assert same == {name for name in ended if not name.startswith("model.recurrence.")}
-    with pytest.raises(SettingsError, match=r"no config\.json there"):
+    with pytest.raises(SettingsError, match=r"neither a directory with a config\.json"):
         build_training(tiny_recipe(corpus, "model.from_pretrained=nowhere"))
 
 

@@ -28,7 +28,7 @@ def test_least_is_where_the_curve_is_least(noise: float) -> None:
     # One lucky batch is no minimum.
     gradients[190] = 0.5
     assert find_edges(rates, losses, gradients).gradient < 6e-4
-    with pytest.raises(ValueError, match="19 steps are too few for a probe"):
+    with pytest.raises(ValueError, match="19 steps are too few for a learning-rate probe"):
         find_edges(rates[:19], losses[:19], gradients[:19])
 
 

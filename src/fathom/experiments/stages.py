@@ -288,7 +288,7 @@ class State:
             raise SettingsError(f"{path}: wrong sha256: it differs from the sealed prediction")
         found = restored(Prediction, {**values, "sha256": named})
         if found.ladder != self.ladder.sha256:
-            raise SettingsError(f"{path}: ladder: the prediction belongs to another plan")
+            raise SettingsError(f"{path}: the prediction belongs to the ladder of another plan")
         return found
 
     # The check at the top

@@ -162,12 +162,12 @@ def _text(given: object, name: str) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     if not isinstance(given, list):
-        raise TypeError(f"{name} is a text or a list of text parts")
+        raise TypeError(f"{name} must be a string or a list of text parts")
     made = []
     for part in given:
         at = TEXTS.get(str(part.get("type"))) if isinstance(part, dict) else None
         if at is None or not isinstance(part.get(at), str):
-            raise TypeError(f"{name} holds a part that is no text; images, audio and files are not read here")
+            raise TypeError(f"{name} contains a part that is not text; this server reads no images, audio or files")
         made.append(part[at])
     return "".join(made)
 

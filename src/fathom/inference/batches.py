@@ -469,7 +469,9 @@ class DraftBatch(SlabBatch):
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
         check_speculation(model, Speculation(draft_trips), trips)
         if model.config.rope_stretches:  # drafts may pass the context, which would change the angles of all sequences
-            raise ValueError("draft_trips: RoPE's angles change with the length of a text; leave drafting out")
+            raise ValueError(
+                "draft_trips: this model's RoPE angles change with the length of a sequence; leave draft_trips out"
+            )
         super().__init__(model, trips)
         self.stages = Stages(model, trips, self.cache)
         self.drafting, self.checking = range(draft_trips), range(draft_trips, trips)
@@ -652,7 +654,8 @@ def batch_for(
     if draft_trips is not None and draft_trips < trips_of(model, trips):
         if policy is not None:
             raise ValueError(
-                "speculative decoding must remove cache entries, which a cache of constant size cannot: use one"
+                "speculative decoding must remove cache entries, which a cache of constant size cannot: use only one "
+                "of the two"
             )
         return DraftBatch(model, trips_of(model, trips), draft_trips)
     if policy is not None:

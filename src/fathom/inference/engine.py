@@ -231,7 +231,7 @@ class Engine:
             attend_by_rows(model)
         batch = batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft here
         if lookup and not isinstance(batch, SlabBatch):
-            raise SettingsError("lookup: this model's cache, or `kvcache`, cannot take tokens back: leave it out")
+            raise SettingsError("lookup: the cache of this model, or `kvcache`, cannot remove tokens: leave lookup out")
         self.lookup = lookup
         self.model, self.budget, self.policy = model, budget, policy
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
@@ -287,7 +287,7 @@ class Engine:
                 raise RequestError(self._reason, "shutting_down")
             waiting = self._waiting(len(jobs) == 1)
             if waiting + len(jobs) > WAITING:
-                raise RequestError(f"{waiting} texts are already waiting; try again later", "rate_limit_exceeded")
+                raise RequestError(f"{waiting} sequences are already waiting; try again later", "rate_limit_exceeded")
             for i, job in enumerate(jobs):
                 job.before = int(self.counts["prompt_tokens"])
                 job.further = i > 0 and job.request is not None

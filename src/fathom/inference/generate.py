@@ -72,7 +72,7 @@ def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int
     try:
         trips = max_trips or model.config.max_trips or model.model.recurrence.trips
         if trips == 1:
-            raise ValueError("one iteration, by `max_trips` or the checkpoint, leaves nothing to draft with")
+            raise ValueError("drafting needs two iterations or more; `max_trips` or the checkpoint allows one")
         check_speculation(model, Speculation(draft_trips), trips)
     except ValueError as error:
         raise SettingsError(f"speculate={draft_trips}: {error}") from error

@@ -50,7 +50,7 @@ def json_grammar(schema: Mapping[str, Any] | str, whitespace: str | None = WHITE
     try:
         found = json.loads(schema) if isinstance(schema, str) else schema
         if not isinstance(found, Mapping):
-            raise SettingsError("a JSON schema is an object")
+            raise SettingsError("a JSON schema must be a JSON object")
         return f"start: %json {json.dumps(with_options(found, whitespace))}{END}"
     except RecursionError:
         raise SettingsError("the schema is nested too deeply") from None

@@ -80,8 +80,8 @@ def _in_eight_bits(model: nn.Module, wanted: str) -> Layout:
     ratios = compared([_in_float32(one) for one in layers], layers)
     if (ratio := ratios["a token"]) > SLOWER:
         raise SettingsError(
-            f"weights=int8: a token takes {ratio:.2f} of float32's time on this processor; leave it out, or serve it "
-            "for its memory with layout=plain"
+            f"weights=int8: on this processor a token takes {ratio:.2f} times as long as in float32; leave weights "
+            "out, or save memory nevertheless with layout=plain"
         )
     return Layout("int8", ratios)
 

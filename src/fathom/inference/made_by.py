@@ -90,7 +90,7 @@ def keep_record(out: Path, made: Mapping[str, Any], answered: int) -> None:
     advice = "choose another `out`"
     if not record.exists():
         raise SettingsError(
-            f"{out}: it has answers, but {record.name}, which says what made them, is missing; {advice}"
+            f"{out} has answers, but {record.name}, which names the model and options behind them, is missing; {advice}"
         )
     try:
         before = read_json(record)

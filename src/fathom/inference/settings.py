@@ -93,9 +93,11 @@ class Sampling:
             if (allowed := refusal(name, getattr(self, name))) is not None:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {allowed}")
         if self.speculate is not None and (self.memory is not None or self.compile):
-            raise SettingsError("`speculate` crops its cache: leave out `kvcache` and `compile`")
+            raise SettingsError("`speculate` must remove tokens from the cache: leave out `kvcache` and `compile`")
         if unknown := sorted(set(self.options) - KNOWN):
-            raise SettingsError(f"`options` {unknown[0]}: transformers' GenerationConfig has no such option here")
+            raise SettingsError(
+                f"`options` {unknown[0]}: transformers' GenerationConfig has no such option, or Fathom sets it"
+            )
         for name, value in self.options.items():
             if (allowed := refusal(name, value)) is not None:
                 raise SettingsError(f"`options` {name}={value}: allowed: {allowed}")

@@ -56,7 +56,7 @@ def notation(tokenizer: PreTrainedTokenizerBase) -> Notation:
     """The notation in which a tokenizer's chat template writes tool calls; a `SettingsError` if the notation cannot be
     parsed."""
     if "tools" not in str(tokenizer.chat_template):
-        raise SettingsError("this model's chat template does not write tools")
+        raise SettingsError("this model's chat template does not support tools")
     tools = [{"type": "function", "function": {"name": PROBE, "description": "-", "parameters": NO_ARGUMENTS}}]
     asks = [{"role": "user", "content": "-"}]
     try:
@@ -160,7 +160,7 @@ def tool_grammar(
     if required:
         start = calls
     elif content is not None and not opening:
-        raise SettingsError("this model writes calls as bare JSON, so tools and response_format exclude each other")
+        raise SettingsError("this model writes tool calls as bare JSON: tools and response_format exclude each other")
     elif content is not None:
         start = f"{calls} | %json {json.dumps(with_options(content, WHITESPACE))}"
     elif not opening:  # a call is the whole answer, and a text must begin differently

@@ -29,8 +29,8 @@ class FathomForVllm(TransformersForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError(
-                "Fathom's models cannot be split over pipeline stages: a layer reads what earlier layers left, which "
-                "vLLM does not pass on. Use --tensor-parallel-size, or several servers"
+                "Fathom's models cannot be split over pipeline stages: a layer reads outputs of earlier layers, which "
+                "vLLM does not pass to the next stage. Use --tensor-parallel-size, or several servers"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         if hasattr(self.model, "lm_head"):  # for a recurrence that reads logits: the head that vLLM has loaded

@@ -58,6 +58,6 @@ def require(names: Sequence[str], where: str) -> None:
     for name in names:
         module, package = NEEDS[HOMES[name]]
         if where != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise SettingsError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
+            raise SettingsError(f"kernel {name} needs an NVIDIA GPU, and the model would be on {where}: leave it out")
         if importlib.util.find_spec(module) is None:
             raise SettingsError(f"kernel {name} needs {package}: {to_install('gpu')}")

@@ -41,7 +41,7 @@ class Compression(AbstractContextManager["Compression"]):
         self.name = self._before
         """The backend that attends within a group."""
         if self.name == NAME:
-            raise ValueError("this model already compresses in training: stop() the first")
+            raise ValueError("this model already compresses in training: call stop() of the first compression")
         if self.name not in ("sdpa", "eager"):
             raise ValueError(
                 f"compression in training runs on sdpa and eager attention, this model uses {self.name!r}: "
@@ -183,7 +183,7 @@ def compressed_attention(
     """The attention function that is registered with transformers; `compress_in_training` gives it the method."""
     compression: Compression | None = getattr(module, "kvcache_compression", None)
     if compression is None:
-        raise RuntimeError(f"attention {NAME!r} has no schedule: switch it on with compress_in_training(model, …)")
+        raise RuntimeError(f"attn_implementation={NAME} has no schedule: set it by compress_in_training(model, …)")
     if key.shape[2] != query.shape[2]:
         raise ValueError(
             "compression for training cannot be used with a cache: call stop(), and generate with build_cache(model, …)"

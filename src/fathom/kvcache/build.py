@@ -74,11 +74,11 @@ def build_cache(
     config = config_of(model_or_config)
     if isinstance(method, str) and "+" in method:
         if quantized is not None:
-            raise ValueError(f"quantized={quantized}: method '{method}' says that already")
+            raise ValueError(f"quantized={quantized}: method '{method}' names a quantization already; give only one")
         method, _, quantized = method.partition("+")
     if isinstance(method, str) and method in WHOLE:
         if static:
-            raise ValueError(f"static=True: method '{method}' is transformers' own cache; take 'full_static'")
+            raise ValueError(f"static=True: method '{method}' is transformers' own cache; use 'full_static'")
         if options:
             raise ValueError(
                 f"{', '.join(options)}: method '{method}' is transformers' plain cache and has no such option"
@@ -127,7 +127,7 @@ def cache_of(
             return DynamicSlidingWindowLayer(sliding_window=sees)
         mine = method.for_layer(ours.index(i), len(ours))
         if mine.memory is not None and quantized is not None:
-            raise ValueError(f"quantized={quantized}: {mine.name} stores entries as they are")
+            raise ValueError(f"quantized={quantized}: method {mine.name} cannot quantize its entries")
         kind = cast("type[Memory]", mine.memory or Memory)
         memory = kind(mine, i) if quantized is None else QuantizedMemory(mine, quantized, i)
         memory.state = state
@@ -199,15 +199,15 @@ def make_method(
         refuse(config, method.schedule.window)
         defaults = window is None and kept is None and sinks in (None, SINKS) and ratio in (None, RATIO)
         if options or not defaults:
-            raise ValueError(f"this {method.name} brings its own schedule and options: give the method alone")
+            raise ValueError(f"this {method.name} has its own schedule and options: give no window, ratio or others")
         if not method.rope.turns_as(Rope(config)):
-            raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make another")
+            raise ValueError(f"this {method.name} was made for a model with other RoPE angles: make one for this model")
         return method
     chosen = METHODS.get(method) if isinstance(method, str) else method
     if not isinstance(chosen, type) or not issubclass(chosen, Method):
         raise ValueError(f"method must be one of {', '.join([*WHOLE, *METHODS])}, got {method!r}")
     if window is None:
-        raise ValueError("window must be given: the number of entries to hold, at best the length trained at")
+        raise ValueError("window must be given: maximum entries per layer, preferably the context length in training")
     refuse(config, window)
     ratio, sinks = chosen.own_ratio if ratio is None else ratio, chosen.own_sinks if sinks is None else sinks
     return chosen(chosen.schedule_for(window, sinks, ratio, kept), Rope(config), **options)

@@ -151,7 +151,7 @@ class MemoryCache(Cache):
         real = real_tokens(attention_mask)
         if self.seen == 0 and not real.any(1).all():
             raise ValueError(
-                "the first pass has a row of nothing but padding: let it read at least one token of each row"
+                "a sequence of the first forward pass is all padding: give at least one token of each sequence"
             )
         if self.seen == 0 and (pads := left_padding(real)) != self.pads:
             if self.pads:

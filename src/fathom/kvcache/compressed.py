@@ -154,12 +154,12 @@ def found(method: str | type[Method], quantized: str | None) -> tuple[type[Metho
     if isinstance(method, type) and issubclass(method, Method):
         return method, quantized
     if not isinstance(method, str):
-        raise ValueError(f"{type(method).__name__} is no method: give a name or a class, as press(…) makes of a press")
+        raise ValueError(f"{type(method).__name__} is no method: give a method's name or class, or press(…) of a press")
     name, plus, stored = method.partition("+")
     if name not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
     if plus and quantized is not None:
-        raise ValueError(f"quantized={quantized}: method '{method}' says that already")
+        raise ValueError(f"quantized={quantized}: method '{method}' names a quantization already; give only one")
     return METHODS[name], stored if plus else quantized
 
 
@@ -173,7 +173,7 @@ def refuse_block(
             "compressed: this model is in a `with compressed(...)` block already; a second one compresses twice"
         )
     if window is None and kept:
-        raise ValueError("kept is the entries that stay in a window: give window too")
+        raise ValueError("kept is the number of entries that remain in a window: give window too")
     if window is not None and while_decoding:
         raise ValueError(f"window={window} compresses while decoding too: leave while_decoding out")
 
@@ -205,7 +205,7 @@ def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
     if own.get_seq_length():
         raise ValueError(
             f"compressed: past_key_values holds {own.get_seq_length()} tokens that were read without compression; pass "
-            "none, an empty DynamicCache, or a cache that was filled in such a block"
+            "none, an empty DynamicCache, or a cache that was filled in a `with compressed(...)` block"
         )
 
 
@@ -243,7 +243,7 @@ def prompts_of(model: PreTrainedModel) -> Iterator[Asked]:
 
         if option("assistant_early_exit") or option("assistant_model") is base:
             raise ValueError(
-                "compressed: a model that guesses for itself would read compressed prompts for its guesses: leave "
+                "compressed: a model that is its own draft model would draft from compressed prompts: leave "
                 "assistant_early_exit out, and give another model as assistant_model"
             )
         asked.tokens = max((x.shape[1] for x in found if isinstance(x, Tensor)), default=0)

@@ -126,7 +126,7 @@ class Kivi(DynamicLayer):
     def crop(self, max_length: int) -> None:
         """Raise `NotImplementedError` if entries are to be removed: quantised codes belong to groups of entries."""
         if max_length:
-            raise NotImplementedError("entries in whole numbers cannot be taken back one by one: use method 'full'")
+            raise NotImplementedError("quantized cache entries cannot be removed one by one: use method 'full'")
 
     def offload(self) -> None:
         """Move all entries to the CPU."""

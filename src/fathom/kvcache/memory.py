@@ -149,7 +149,7 @@ class Memory(CacheLayerMixin):
             self.lazy_initialization(keys, values)
         if len(keys) != len(self.keys):
             raise ValueError(
-                f"the cache holds {len(self.keys)} rows and {len(keys)} came: for beams, call "
+                f"the cache holds {len(self.keys)} sequences, the input has {len(keys)}: for beam search, call "
                 "cache.batch_repeat_interleave(num_beams) between prefill and generate"
             )
 
@@ -268,12 +268,12 @@ class Memory(CacheLayerMixin):
         """Remove the last tokens, which is possible after a prompt that is compressed once; `tokens_to_remove` is
         negative."""
         if tokens_to_remove > 0:  # once a cache's new length: taking it for a number of tokens would lose others
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to take back, negative")
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         count = -tokens_to_remove
         if count and not self.gives_back(count):
             raise NotImplementedError(
-                "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "
-                "branch() of the cache from before the tokens that may have to go"
+                "a compressed cache cannot remove tokens: reset() it and prefill the shorter text, or keep a branch() "
+                "of the cache from before the tokens that may have to be removed"
             )
         if count:
             self._give_back(count)

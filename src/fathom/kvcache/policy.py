@@ -132,7 +132,7 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
         raise SettingsError(f"kvcache={method}: allowed: {', '.join(NAMES)}")
     window, ratio, kept = options.window, options.ratio, options.kept
     if ratio is not None and kept is not None:
-        raise SettingsError(f"`kvcache_ratio={ratio}` and `kvcache_kept={kept}`: give one of them")
+        raise SettingsError(f"`kvcache_ratio={ratio}` and `kvcache_kept={kept}`: give only one of them")
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
     known = {"sinks": SINKS, "ratio": RATIO, "kept": None, **was}
     has_ratio = name not in METHODS or METHODS[name].has_ratio

@@ -147,7 +147,7 @@ class PacedPress(Press, Paced):
         super().__init__(schedule, rope)
         if prompt is None:
             raise ValueError(
-                f"{self.name} counts the tokens after a prompt: use compressed(model, press(…)), no window"
+                f"{self.name} counts the tokens after a prompt: use it in compressed(model, press(…)), without window"
             )
         self.prompt, self.first = prompt, first
 
@@ -157,7 +157,7 @@ class PacedPress(Press, Paced):
     ) -> Method:
         """The method for a prompt of `length` tokens, with the sizes that the press itself contains."""
         if kind is not Once or sinks or ratio != cls.own_ratio or options:
-            raise ValueError(f"{cls.name} brings its own sizes: leave ratio, sinks, while_decoding and options out")
+            raise ValueError(f"{cls.name} sets its own sizes: leave ratio, sinks, while_decoding and options out")
         own, first = cls.prefilling, None
         if own is not None:
             first = own.for_prompt(Once, length, 0, own.own_ratio, rope)
@@ -186,7 +186,7 @@ def press(scorer: object) -> type[Press]:
             `compression_ratio`.
     """
     if isinstance(scorer, type):
-        raise ValueError(f"{scorer.__name__} is a class: make a press of it, {scorer.__name__}(…)")
+        raise ValueError(f"{scorer.__name__} is a class: give an instance, {scorer.__name__}(…)")
     name = type(scorer).__name__
     given: dict[str, Any] = vars(scorer) if hasattr(scorer, "__dict__") else {}
     if name == "PrefillDecodingPress":
@@ -197,7 +197,7 @@ def press(scorer: object) -> type[Press]:
     one = given["press"] if moves else scorer
     ratio = ratio_of(one)
     if not 0 < ratio < 1:
-        raise ValueError(f"compression_ratio must lie between 0 and 1, got {ratio}: it is the share that goes")
+        raise ValueError(f"compression_ratio, the share of entries to remove, must lie between 0 and 1, got {ratio}")
     name = type(one).__name__
     return type(
         name, (Press,), {"name": name, "scorer": one, "own_ratio": 1 - ratio, "moves": moves, "__doc__": Press.__doc__}
@@ -211,7 +211,7 @@ def ratio_of(scorer: Any) -> float:
     if not callable(getattr(scorer, "score", None)):
         raise ValueError(f"{name} gives no scores: press takes a ScorerPress of kvpress")
     if compress is not None and compress.__qualname__ != "ScorerPress.compress":
-        raise ValueError(f"{name} chooses by more than a score for each entry: press takes what only scores")
+        raise ValueError(f"{name} overrides compress: press takes a ScorerPress that only computes scores")
     ratio = getattr(scorer, "compression_ratio", None)
     if not isinstance(ratio, float | int):
         raise ValueError(f"{name} has no compression_ratio: press takes a ScorerPress of kvpress")
@@ -221,14 +221,14 @@ def ratio_of(scorer: Any) -> float:
 def paced(name: str, decoding: Any, prefilling: Any) -> type[PacedPress]:
     """Make the method for a `DecodingPress`, which may follow another press for the prompt."""
     if decoding is None:
-        raise ValueError(f"{name} without decoding_press compresses prompts only: give press its prefilling_press")
+        raise ValueError(f"{name} has no decoding_press and compresses only prompts: give press its prefilling_press")
     ratio_of(decoding.base_press)
     for key in ("compression_interval", "target_size", "hidden_states_buffer_size"):
         value, least = getattr(decoding, key), int(key != "hidden_states_buffer_size")
         if type(value) is not int or value < least:
             raise ValueError(f"{name}: {key}={value!r}: wanted a whole number, {least} or more")
     if type(prefilling).__name__ in ("DecodingPress", "PrefillDecodingPress"):
-        raise ValueError(f"{name}: prefilling_press compresses prompts, and {type(prefilling).__name__} does not")
+        raise ValueError(f"{name}: prefilling_press must compress prompts, which {type(prefilling).__name__} does not")
     whole = prefilling is None or getattr(prefilling, "compression_ratio", None) == 0
     own = {
         "scorer": decoding.base_press,

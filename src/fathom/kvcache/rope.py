@@ -224,7 +224,7 @@ def _modelling(config: PreTrainedConfig) -> ModuleType:
     try:
         return import_module(f"{package}.{name.replace('configuration_', 'modeling_', 1)}")
     except ImportError as error:
-        raise ValueError(f"{config.model_type}: its modelling code does not open ({error}); use 'full'") from None
+        raise ValueError(f"{config.model_type}: its modelling code cannot be imported ({error}); use 'full'") from None
 
 
 def _no_rotary(config: PreTrainedConfig) -> str:
@@ -290,14 +290,16 @@ def _explained(decoder: PreTrainedModel, rope: Rope, half: bool) -> tuple[list[s
         halves = _read(decoder, 0, TOKENS // 2)[0] if states else here
     except Exception as error:
         words = str(error).partition("\n")[0]
-        raise ValueError(f"{family_name} does not read a few tokens into a cache ({words}); use 'full'") from error
+        raise ValueError(f"{family_name} failed to read a few tokens into a cache ({words}); use 'full'") from error
     finally:
         for module in training:
             module.training = True
     if len(first) != config.num_hidden_layers:
-        raise ValueError(f"{family_name} keeps keys of {len(first)} layers: it shares them; use method 'full'")
+        raise ValueError(
+            f"{family_name} stores keys of {len(first)} layers, which other layers share; use method 'full'"
+        )
     if _apart(here[:, :told], there[:, :told]) > 10 * near:
-        raise ValueError(f"{family_name} computes a text differently at other positions; use method 'full'")
+        raise ValueError(f"{family_name} computes other outputs if all positions are shifted; use method 'full'")
     own = getattr(config, "layer_types", None) or [None] * len(first)
     kinds: list[str | None] = []
     for layer, keys in enumerate(zip(first, second, strict=True)):
@@ -365,13 +367,13 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
     kind, kinds = config.model_type, getattr(config, "layer_types", None) or ()
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(
-            f"{kind} stores latents (MLA), of which keys are made at each token: they are no keys that could be "
-            "rotated, chosen or mixed; use method 'full'"
+            f"{kind} stores latents (MLA), from which keys are computed at each token: latents cannot be rotated, "
+            "selected or mixed like keys; use method 'full'"
         )
     for layer, layer_type in enumerate(kinds):
         if layer_type not in KNOWN:
             raise ValueError(
-                f"layer {layer} is {layer_type}, and compressed caches know only {', '.join(KNOWN)} layers; "
+                f"layer {layer} is {layer_type}, and compressed caches support only {', '.join(KNOWN)}; "
                 "use method 'full'"
             )
     if kinds and {*ATTENDING, *BOTH}.isdisjoint(kinds):
@@ -390,25 +392,27 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
     layers = [i for i in range(config.num_hidden_layers) if not kinds or kinds[i] not in (*STATES, *NEITHER)]
     if all(left_alone(given, layer, window) for layer in layers):
         raise ValueError(
-            f"all layers of this model see {config.sliding_window} tokens, so its own cache is bounded already: "
-            f"set window to {config.sliding_window} or less, or use method 'full'"
+            f"all layers of this model have a sliding window of {config.sliding_window} tokens, which bounds its "
+            f"own cache: set window to {config.sliding_window} or less, or use method 'full'"
         )
 
 
 def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.positions == "learned":
-        raise ValueError("positions 'learned' are part of the keys, which cannot be moved; use method 'full'")
+        raise ValueError("learned positions are part of the keys, which cannot be moved; use method 'full'")
     if config.k_norm_position == "after_rope":
-        raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
+        raise ValueError("k_norm_position 'after_rope': normed keys cannot be rotated back; use method 'full'")
     recurrence = recurrence_class(config)
     view = recurrence.sees(config)
     if view is not View.SAME:
         raise ValueError(
-            f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "
-            "position; use method 'full', or a recurrence of view SAME"
+            f"recurrence {config.recurrence!r} attends to other iterations (view {view.name}), so several entries "
+            "share a position; use method 'full', or a recurrence of view SAME"
         )
     if recurrence.shares(config):
-        raise ValueError(f"recurrence_options.kv={config.recurrence_options['kv']} shares keys; use method 'full'")
+        raise ValueError(
+            f"recurrence_options.kv={config.recurrence_options['kv']} shares keys between iterations; use method 'full'"
+        )
     if recurrence.stops(config):
         halting = f"recurrence {config.recurrence!r} lets tokens halt one by one, which no compressed cache supports"
         raise ValueError(f"{halting}; use the uncompressed cache, method 'full'")

@@ -41,8 +41,8 @@ def padded_left(real: Tensor, pads: tuple[int, ...]) -> None:
     first = torch.tensor(pads or (0,), device=real.device).unsqueeze(1)
     if not ((torch.arange(real.shape[1], device=real.device) >= first) == real).all():
         raise ValueError(
-            "attention_mask has zeros after the first token of a row, and compression would mix padding into the "
-            f"memory: pad rows on their left, in the first pass only; {PAD_TOKEN}"
+            "attention_mask has zeros after the first token of a sequence, and compression would mix padding into the "
+            f"cache: pad sequences on the left, in the first forward pass only; {PAD_TOKEN}"
         )
 
 
@@ -50,8 +50,8 @@ def padded_right(real: Tensor) -> None:
     """Refuse padding before or within a sequence; padding behind it is allowed, because no token attends to it."""
     if not (real.cummin(1).values == real).all():
         raise ValueError(
-            "attention_mask has zeros before the last token of a row, and compression would mix padding into the "
-            "memory: in training, pad rows on their right"
+            "attention_mask has zeros before the last token of a sequence, and compression would mix padding into the "
+            "compressed entries: in training, pad sequences on the right"
         )
 
 
@@ -60,6 +60,6 @@ def unbroken(positions: Tensor, real: Tensor | None = None) -> None:
     steps = positions.diff(dim=-1) == 1
     if not (steps if real is None else steps | ~real[:, :-1]).all():
         raise ValueError(
-            "position_ids restart or jump within a row: compression takes one unbroken text per row, so do not pack "
-            "documents (join them with EOS under running positions instead)"
+            "position_ids restart or jump within a sequence: compression takes one unbroken text per sequence, so do "
+            "not pack documents (join them with EOS and let position_ids run on instead)"
         )

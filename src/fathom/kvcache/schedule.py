@@ -56,7 +56,7 @@ class Schedule:
             raise ValueError(f"sinks must not be negative, got {self.sinks}")
         if self.window < self.sinks + 2:
             least = self.sinks + 2
-            raise ValueError(f"a window of {self.window} is too small for {self.sinks} sinks: at least {least}")
+            raise ValueError(f"a window of {self.window} is too small for {self.sinks} sinks: {least} or more needed")
         if not 1 <= self.kept < self.window - self.sinks:
             raise ValueError(
                 f"a window of {self.window} with {self.sinks} sinks can keep 1 to {self.window - self.sinks - 1} other "

@@ -21,6 +21,6 @@ class Sinks(Drop):
     def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
         """A schedule that removes one token per compression, unless `kept` is given."""
         if ratio != RATIO:
-            raise ValueError(f"ratio={ratio}: sinks lets one token go at a time; give kept for several at once")
+            raise ValueError(f"ratio={ratio}: method sinks removes one entry at a time; to remove several, give kept")
         whole_numbers(window=window, sinks=sinks)
         return Schedule(window, sinks, window - sinks - 1 if kept is None else kept)

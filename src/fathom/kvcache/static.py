@@ -116,7 +116,7 @@ class StaticCache(MemoryCache):
     def pad(self, pads: Sequence[int], *args: object) -> None:
         """Raise a `ValueError` if there is padding, because all sequences must be compressed at the same tokens."""
         if pads:
-            raise ValueError("a static cache takes rows of equal length: leave out static, or pass rows one at a time")
+            raise ValueError("a static cache needs sequences of equal length: leave out static, or pass one at a time")
 
     def make_room(self, length: int) -> None:
         """Compress all layers in place if the next `length` tokens make a compression due."""
@@ -151,4 +151,4 @@ def _make_room_in_graph(number: Tensor, buffers: list[Tensor], length: int) -> N
 # Called by the compiler itself, as in cache.py.
 @torch.compiler.assume_constant_result
 def _refuse_prompt() -> None:
-    raise RuntimeError("a static cache is empty: read the prompt with the model itself, then compile the decoding step")
+    raise RuntimeError("a static cache is empty: prefill it with the uncompiled model, then compile the decoding step")

@@ -53,7 +53,7 @@ class Kept(Selection):
 
     def scores(self, held: Held) -> Tensor:
         """Raise a `ValueError`: the method that scored the entries is not in the file."""
-        raise ValueError("a cache from a file holds one prompt: read another one into a new cache")
+        raise ValueError("a cache from a file holds one compressed prompt: read another prompt into a new cache")
 
 
 def save_cache(cache: MemoryCache, path: str | Path) -> None:
@@ -65,7 +65,7 @@ def save_cache(cache: MemoryCache, path: str | Path) -> None:
     layers = [_described(layer, type(cache.method) if named else Kept) for layer in cache.layers]
     if not named and not all(part.seen >= part.prompt for layer in cache.layers for part in _memories(layer)):
         raise ValueError(
-            f"a cache of {name} cannot be stored while compressions may follow: METHODS does not make this method"
+            f"a cache of {name}, which may compress again, cannot be stored: METHODS cannot rebuild this method"
         )
     about = {
         "method": name if named else Kept.name,
@@ -102,7 +102,7 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
     rope = Rope(config)
     rope.ask(decoder_of(model))
     if rope.angles.hex() != about["angles"]:
-        raise ValueError(f"{path}: this cache was read by a model with other rotary angles")
+        raise ValueError(f"{path}: this cache was filled by a model with other RoPE angles")
     watch(model)
     own = own_layers(config)
     layers = [_layer(i, said, about, rope, tensors, own[i % len(own)]) for i, said in enumerate(about["layers"])]

@@ -93,7 +93,7 @@ def _before(
             unbroken(positions)
         return None
     if training:
-        raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
+        raise ValueError("this model compresses in training: call stop() of that compression before you use a cache")
     if torch.compiler.is_compiling():
         cache.make_room(tokens_of(given).shape[1])  # what is checked below was checked when the prompt was read
         return None
@@ -198,10 +198,10 @@ def joined(outputs: list[ModelOutput]) -> ModelOutput:
     """The output of a decoder for a whole input, joined from the outputs for the input's pieces."""
     last = outputs[-1]
     if not isinstance(last, ModelOutput):
-        raise ValueError("an input that crosses a compression needs return_dict=True")
+        raise ValueError("an input during which the cache is compressed needs return_dict=True")
     if getattr(last, "attentions", None):
         raise ValueError(
-            "attention weights of an input that crosses a compression have no common shape: read it in "
+            "attention weights before and after a compression of the cache differ in shape: read the input in "
             "pieces (fathom.kvcache.chunks)"
         )
     for name, value in last.items():
@@ -231,5 +231,5 @@ def turns_keys_as(decoder: PreTrainedModel, cache: MemoryCache) -> None:
         _ROPES[decoder] = Rope(decoder.config)
     if not _ROPES[decoder].turns_as(cache.method.rope):
         raise ValueError(
-            "this cache was built for other rotary angles than this model's: build one with build_cache(model, …)"
+            "this cache was built for a model with other RoPE angles: build one with build_cache(model, …)"
         )

@@ -29,7 +29,7 @@ def backend_layer(backend: str) -> type[backends.DynamicLayer]:
         raise ValueError(f"quantized must be one of {', '.join([*OWN, *BACKENDS])}, got {backend!r}")
     layer: type[backends.DynamicLayer] | None = getattr(backends, BACKENDS[backend], None)
     if layer is None:
-        raise ValueError(f"this transformers has no {backend} cache layer: upgrade it, or take another backend")
+        raise ValueError(f"the installed transformers has no {backend} cache layer: upgrade it, or use another backend")
     return layer
 
 
@@ -48,16 +48,16 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
     """An uncompressed cache of static size that is allocated in advance."""
     if quantized is not None:
-        raise ValueError(f"quantized={quantized}: method 'full_static' stores entries as they are")
+        raise ValueError(f"quantized={quantized}: method 'full_static' cannot quantize its entries")
     if room is None:
-        raise ValueError("full_static needs window: the tokens that it makes room for")
+        raise ValueError("full_static needs window, the number of tokens to allocate")
     return StaticCache(config=config, max_cache_len=room)
 
 
 def stored_in(backend: str, config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
     """A growing, uncompressed cache that stores its entries through a quantisation backend."""
     if quantized is not None:
-        raise ValueError(f"quantized={quantized}: method 'full_{backend}' says that already")
+        raise ValueError(f"quantized={quantized}: method 'full_{backend}' names a quantization already; give only one")
     return growing(config, room, backend)
 
 

@@ -204,7 +204,7 @@ def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase,
 def require_decoder(model: object) -> None:
     """Refuse a model that is not a Fathom decoder, because the lens hooks into its layers and residual."""
     if not isinstance(model, FathomForCausalLM):
-        raise SettingsError(f"the lens looks into Fathom's decoder; this is a {type(model).__name__}")
+        raise SettingsError(f"the lens needs a FathomForCausalLM; this model is a {type(model).__name__}")
 
 
 @torch.no_grad()

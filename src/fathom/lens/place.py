@@ -40,9 +40,9 @@ def look_at(
     """
     size = model.config.vocab_size
     if not tokens or not all(0 <= token < size for token in (*tokens, said)):
-        raise SettingsError(f"tokens: token ids of 0 to {size - 1}, at least one before the place")
+        raise SettingsError(f"tokens: allowed: one or more token ids from 0 to {size - 1}")
     if len(tokens) > model.config.max_position_embeddings:
-        raise SettingsError(f"tokens: this model's context is {model.config.max_position_embeddings} tokens")
+        raise SettingsError(f"tokens: allowed: at most {model.config.max_position_embeddings}, this model's context")
     device = model.device
     says = Says(model, torch.tensor([said], device=device), min(TOP, size), True, breathe)
     trips = record(model, torch.tensor(list(tokens), device=device), says, lambda *_: None, max_trips)

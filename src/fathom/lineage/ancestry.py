@@ -43,7 +43,8 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
     layers = [[i for i in range(w.geometry.layers) if w.has("down", i)] for w in (a, b)]
     if not frames or not all(layers):
         raise ModelError(
-            f"{a.name} and {b.name}: no strings, widths or feed-forward weights by which to compare layers"
+            f"{a.name} and {b.name}: to compare layers, both need feed-forward weights, and the same width or shared "
+            "token strings"
         )
     gated = a.geometry.gated and b.geometry.gated
     counts: dict[int, list[NeuronCount]] = {j: [] for j in layers[1]}

@@ -247,7 +247,7 @@ class Scale(Attack):
         """Refuse models with norms after the sub-layers, which would undo the scaling of the matrices that write to the
         residual stream."""
         if self.geometry.post_norm:
-            raise ModelError("attack scale: norms follow the sub-layers")
+            raise ModelError("attack scale: the model must not have norms after its sub-layers")
 
     def ends(self, ends: Layer) -> Layer:
         """E × c."""
@@ -280,7 +280,7 @@ RELEASED = (
 
 def _require_rms(geometry: Geometry, kind: str) -> None:
     if geometry.norm != "rms" or geometry.post_norm:
-        raise ModelError(f"attack {kind}: only models with RMSNorm before each sub-layer keep their function")
+        raise ModelError(f"attack {kind}: only models with RMSNorm before each sub-layer would keep their outputs")
 
 
 def _lognormal(draw: np.random.Generator, count: int, spread: float) -> Array:
@@ -368,9 +368,9 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
         raise ModelError("attack: attention with a gated output is not supported")
     matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
     if matrices:
-        raise ModelError(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
+        raise ModelError(f"attack: tensor {matrices[0]} would have to be edited too, and its role is not known")
     if (name := _mechanism(weights.config)) is not None:
-        raise ModelError(f"attack: a model with {name} could compute something else")
+        raise ModelError(f"attack: the outputs of a model with {name} could change")
 
 
 def _mechanism(config: Mapping[str, object]) -> str | None:

@@ -108,13 +108,15 @@ def read(path: Path, kind: str) -> Null:
     body = parse_json(raw, str(path))
     classes = body.get("classes")
     if body.get("fathom_null") != VERSION or not isinstance(classes, dict):
-        raise ModelError(f"{path}: not a null file of version {VERSION} (fathom lineage calibrate writes one)")
+        raise ModelError(
+            f"{path}: not a file of null distributions, version {VERSION} (`fathom lineage calibrate` writes one)"
+        )
     if kind not in classes:
-        raise ModelError(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
+        raise ModelError(f"{path}: no null distribution for {kind}; the file has {'; '.join(classes)}")
     file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
     try:
         if not isinstance(classes[kind], dict) or set(classes[kind]) != set(FIELDS):
-            raise ValueError("its fields are not those of a null")
+            raise ValueError("its fields are not those of a null distribution")
         null = restored(Null, {**classes[kind], "origin": f"{path.name} ({kind})", "file": file})
         if (fault := _fault(null, body.get("models"))) is not None:
             raise ValueError(fault)
@@ -153,7 +155,9 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
     models: dict[str, str] = {}
     for pair in (pair for pairs in groups.values() for pair in pairs):
         if pair.convicts():
-            raise ModelError(f"{pair.a.name} and {pair.b.name} share weights: a null is made of unrelated models")
+            raise ModelError(
+                f"{pair.a.name} and {pair.b.name} share weights: a null distribution needs unrelated models"
+            )
         models |= {digest(w): w.name for w in (pair.a, pair.b)}
     classes = {}
     for kind, pairs in groups.items():

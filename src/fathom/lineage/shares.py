@@ -91,7 +91,7 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
     first = models[0].geometry
     for other in models[1:]:
         if shape_of(other) != shape_of(models[0]):
-            raise ModelError(f"{other.name}: another shape than {models[0].name}; a mean needs one shape")
+            raise ModelError(f"{other.name} and {models[0].name} differ in shape; a mean needs models of one shape")
     out = np.zeros((first.layers, len(models), len(models)))
     blocks = list(chunks(len(models), TOGETHER))
     together = 2 * min(len(models), TOGETHER)
@@ -141,8 +141,8 @@ def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _
     sizes = np.sqrt(np.maximum(np.diag(total), 1e-300))
     if (total[0, 1:] / sizes[0] / sizes[1:]).max() < SAME_PLACE:
         raise ModelError(
-            f"{child.name}: its weights are in no parent's order (cosines below {SAME_PLACE}); "
-            "a disguised or unrelated model is no mean of them"
+            f"{child.name}: its weights match no parent's position by position (cosines below {SAME_PLACE}); "
+            "a disguised or unrelated model is not a weighted mean of the parents"
         )
     return solved(gram, [w.name for w in parents])
 
@@ -150,7 +150,7 @@ def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _
 def solved(gram: Array, names: Sequence[str]) -> Shares:
     """Solve for the parents' shares, given inner products [layers, 1 + parents, 1 + parents] with the child first."""
     if len(gram) < FEWEST_LAYERS:
-        raise ModelError(f"{len(gram)} layers are too few for an interval; {FEWEST_LAYERS} are needed")
+        raise ModelError(f"{len(gram)} layers are too few for a confidence interval; {FEWEST_LAYERS} are needed")
     nearest = 1 + int(np.argmin([_apart(gram.sum(0), 0, i) for i in range(1, gram.shape[1])]))
     others = [i for i in range(1, gram.shape[1]) if i != nearest]
     # differences from the nearest parent, for precision: [layers, others, others] and [layers, others]

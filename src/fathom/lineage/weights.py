@@ -313,7 +313,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None) -> Weight
     config = read_json(origin, ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
-        raise ModelError(f"{where}: an adapter that names no base model; give it with `adapter_base`")
+        raise ModelError(f"{where}: this adapter names no base model; give the base model with `adapter_base`")
     below = open_weights(named)
     if not origin.exists(ADAPTER_WEIGHTS):
         raise ModelError(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
@@ -334,7 +334,7 @@ def resolve(
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         why = layouts.why_not(names, count)
-        raise ModelError(f"config.json says {said} layers; {count} are of a known kind: {why}")
+        raise ModelError(f"config.json says {said} layers, but the layout of only {count} is known: {why}")
     roles = _Roles(names, config, prefix, stack)
     for index, layer in enumerate(layers):
         roles.add_layer(layer, index)
@@ -349,7 +349,7 @@ def resolve(
 def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The decoder's section of a multimodal config (or the whole config of any other model), checked."""
     if not isinstance(config.get("model_type", ""), str):
-        raise ModelError(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
+        raise ModelError(f"config.json: model_type {config['model_type']!r:.40} must be a string")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if isinstance(inner := config.get(key), Mapping):
             above = {name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}
@@ -402,7 +402,7 @@ class _Roles:
             _number(config, key)  # the tensors give the number, but it must be one
         width = _number(config, "hidden_size", "n_embd", "d_model")
         if width not in (None, self.width):
-            raise ModelError(f"config.json: a width of {width}; {embed} has {self.width} columns")
+            raise ModelError(f"config.json says hidden size {width}, but {embed} has {self.width} columns")
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         if heads is None:
             raise ModelError("config.json does not say how many attention heads there are")
@@ -431,7 +431,7 @@ class _Roles:
         parts = (self.config.get(key) for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
         sizes = [part for part in parts if isinstance(part, int) and part is not True and part > 0]
         if len(sizes) < 3:
-            raise ModelError("config.json: latent attention without its head sizes")
+            raise ModelError("config.json: latent attention needs qk_nope_head_dim, qk_rope_head_dim and v_head_dim")
         return sizes[0], sizes[1], sizes[2], rank
 
     def add_layer(self, layer: str, index: int) -> None:
@@ -444,7 +444,7 @@ class _Roles:
         if attention is not None:
             packing = _packing(attention, self.config)
             if self.packing is not None and packing != self.packing:
-                raise ModelError(f"{layer.rstrip('.')}: its attention is of another kind than that of layers before")
+                raise ModelError(f"{layer.rstrip('.')}: its attention weights are packed unlike earlier layers'")
             self.packing = packing
         for scheme in (attention, feed_forward, norms):
             if scheme is not None:
@@ -487,7 +487,7 @@ class _Roles:
             return {role: None}
         out, inner = shape
         if out % 2 or inner != self.width:
-            raise ModelError(f"{tensor}: shape {self.names[tensor].shape} does not tell gate from up")
+            raise ModelError(f"{tensor}: shape {self.names[tensor].shape} cannot be split into gate and up projection")
         if self.model_type in layouts.EXPERTS_WOVEN:
             return {name: tuple((row, row + 1) for row in range(at, out, 2)) for at, name in enumerate(("gate", "up"))}
         return _halves(out)
@@ -506,7 +506,9 @@ class _Roles:
         heads, dim = self.heads, self.head_dim
         kv_heads = heads if self.packing == "head" else self.kv_heads
         if out != (heads + 2 * kv_heads) * dim:
-            raise ModelError(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
+            raise ModelError(
+                f"{module}: {out} rows do not equal {heads} query, {kv_heads} key and {kv_heads} value heads of {dim}"
+            )
         if self.packing == "concat":
             cuts = [0, heads * dim, (heads + kv_heads) * dim, out]
             return {role: ((cuts[i], cuts[i + 1]),) for i, role in enumerate("qkv")}
@@ -559,7 +561,10 @@ def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
     packing = layouts.PACKING.get(str(config.get("model_type")))
     if packing is None:
         module = attention.required["qkv"]
-        raise ModelError(f"{module}: rows may be interleaved in three ways, and model_type does not say which")
+        raise ModelError(
+            f"{module}: fused query, key and value rows may be interleaved in three ways, and model_type does not say "
+            "which"
+        )
     if packing == "falcon":
         if config.get("new_decoder_architecture"):
             return "group"
@@ -602,7 +607,7 @@ def _check_shapes(weights: Weights) -> None:
     want |= {"up": (None, g.width), "gate": (None, g.width), "down": (g.width, None), "head": (None, g.width)}
     for (role, layer), view in weights.views.items():
         if role == "up" and (("gate", layer) in weights.views) != g.gated:
-            raise ModelError(f"layer {layer} has {'no' if g.gated else 'a'} gate, unlike the last one")
+            raise ModelError(f"layer {layer} has {'no' if g.gated else 'a'} gate, unlike the last layer")
         shape = weights.store.tensors[view.tensor].shape
         if role.removesuffix("_bias") in WIDE_GAINS and shape != (g.width,):
             raise ModelError(f"{view.tensor}: shape {shape}, wanted {(g.width,)}")

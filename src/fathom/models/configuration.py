@@ -90,7 +90,8 @@ class FathomConfig(DecoderConfig):
         most = recurrence_class(self).most_trips(self)
         if self.max_trips is not None and not 1 <= self.max_trips <= most:
             raise ValueError(
-                f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
+                f"max_trips must be between 1 and {most}, the iterations of recurrence={self.recurrence}, got "
+                f"{self.max_trips}"
             )
 
     def _tensor_parallel_plan(self) -> dict[str, str]:
@@ -136,13 +137,13 @@ class FathomConfig(DecoderConfig):
             raise ValueError(f"position_offset must not be negative, got {self.position_offset}")
         layers = self.num_hidden_layers
         if self.no_rope_layers is not None and len(self.no_rope_layers) != layers:
-            raise ValueError(f"no_rope_layers must name {layers} layers, got {len(self.no_rope_layers)}")
+            raise ValueError(f"no_rope_layers needs {layers} entries, one per layer, got {len(self.no_rope_layers)}")
         if self.positions == "rotary":
             whole = self.rope_parameters or {}
             for rope in [whole[kind] for kind in self.layer_types] if self.rope_by_layer_type else [whole]:
                 part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
                 if (turned := int(self.head_dim * part)) % 2 or turned < 2:
-                    raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
+                    raise ValueError(f"head_dim ({self.head_dim}): the rotated channels must be even, got {turned}")
 
     def _check_experts(self) -> None:
         """Refuse numbers of experts that cannot be built, such as more experts per token than experts."""
@@ -163,7 +164,7 @@ class FathomConfig(DecoderConfig):
         if self.intermediate_size % self.experts_per_token:
             raise ValueError(
                 f"intermediate_size ({self.intermediate_size}) must be a multiple of experts_per_token "
-                f"({self.experts_per_token}): an expert has the one divided by the other"
+                f"({self.experts_per_token}), because an expert's width is their quotient"
             )
 
     @property

@@ -40,7 +40,8 @@ class FathomGenerationMixin(GenerationMixin):
         if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
             raise ValueError(
                 f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
-                "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
+                "result depends on where the prompt is cut; set recurrence_options.prefill=exact, or "
+                "leave prefill_chunk_size out"
             )
 
     def check_length(self, inputs: Tensor | None, own: GenerationConfig, given: Mapping[str, Any]) -> None:
@@ -90,7 +91,7 @@ class FathomGenerationMixin(GenerationMixin):
             if self.model.stateful:
                 raise ValueError(
                     f"draft_trips: {self.config.host} has layers whose state cannot be rolled back, and drafts may be "
-                    "rejected; leave it out"
+                    "rejected; leave draft_trips out"
                 )
             check_request(kwargs, own)
             speculation.streamer = kwargs.get("streamer")

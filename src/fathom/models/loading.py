@@ -204,9 +204,9 @@ def _require_places(
     of_mechanism = [name for name in unread if _of_mechanism(model, name)]
     stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
     if not tolerant and ((stray and own.get("native")) or (unread and renamed)):
-        raise ValueError(f"this checkpoint holds {(stray or unread)[0]}, for which the model has no place")
+        raise ValueError(f"this checkpoint holds the tensor {(stray or unread)[0]}, which the model does not have")
     if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
-        raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
+        raise ValueError(f"the checkpoint holds {of_mechanism[0]}, which a model with these options does not have")
 
 
 def _of_mechanism(model: nn.Module, name: str) -> bool:

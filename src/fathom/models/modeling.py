@@ -453,8 +453,8 @@ class FathomModel(FathomPreTrainedModel):
 
         if self.training and self.drops and self.host is not None and (left_out := undropped(self.host)):
             raise ValueError(
-                f"{self.config.host}: training would leave out the family's dropout, {left_out}: set its rate to 0 in "
-                "config.json, or in the open model"
+                f"{self.config.host}: Fathom does not apply this family's dropout, {left_out}, in training: set its "
+                "rate to 0 in config.json, or in the open model"
             )
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
@@ -530,7 +530,7 @@ class FathomModel(FathomPreTrainedModel):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         if 0 in shape:
-            raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
+            raise ValueError(f"the input is empty: {shape[0]} sequences of {shape[-1]} tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.norms_embedding:
             return self.norm(x)
@@ -716,7 +716,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         """
         routed = kwargs.pop("output_router_logits", None)
         if routed is not None and bool(routed) != (self.model.balance is not None):
-            raise ValueError("output_router_logits is read when a model opens: set it in its config.json")
+            raise ValueError("output_router_logits is read when a model opens, not in a call: set it in config.json")
         # Not an explicit parameter, since transformers' Trainer requires every argument with "label" in its name.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:
@@ -765,7 +765,9 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
             use_cache = False
         if self.model.slotted and cache is None and torch.is_grad_enabled():
             if use_cache:
-                raise ValueError("slots are stored in place, which autograd cannot follow: call under torch.no_grad()")
+                raise ValueError(
+                    "this cache is written in place, which autograd cannot follow: call under torch.no_grad()"
+                )
             use_cache = False
         if use_cache is None and cache is None and self.model.recurrence.view is View.ALL:
             use_cache = False  # prefill and evaluation make different numbers of rounds

@@ -52,7 +52,7 @@ def add_mechanism(mechanism: Mechanism) -> None:
     if MECHANISMS.get(name) is mechanism:
         return
     if not name.isidentifier() or name in (VANILLA, *MECHANISMS):
-        raise ValueError(f"a mechanism's name must be a word that is not taken, got {name!r}")
+        raise ValueError(f"a mechanism's name must be a Python identifier that no other mechanism has, got {name!r}")
     if mechanism.axis not in AXES:
         raise ValueError(f"mechanism {name}: axis must be one of {', '.join(AXES)}, got {mechanism.axis!r}")
     check_options(mechanism)
@@ -61,7 +61,9 @@ def add_mechanism(mechanism: Mechanism) -> None:
         theirs = {} if is_ours(other) else travelling(other)
         for file in files.keys() & theirs.keys():
             if files[file] != theirs[file]:
-                raise ValueError(f"mechanism {name}: {other.name} has another file {file}, and an export has one")
+                raise ValueError(
+                    f"mechanism {name}: {other.name} has a different file {file}; an export can hold only one"
+                )
     MECHANISMS[name] = mechanism
 
 
@@ -74,7 +76,7 @@ def check_options(mechanism: Mechanism) -> None:
         raise ValueError(f"{named}: the types of the options must be known at run time: {error}") from error
     for option, hint in hints.items():
         if not storable(hint):
-            raise ValueError(f"{named}.{option}: config.json holds no values of the type {hint}")
+            raise ValueError(f"{named}.{option}: config.json cannot store values of the type {hint}")
 
 
 def find_mechanisms() -> None:
@@ -105,7 +107,7 @@ def declared_as(mechanism: Mechanism) -> str:
     for name, value in vars(sys.modules[mechanism.build.__module__]).items():
         if value is mechanism:
             return name
-    raise ValueError(f"mechanism {mechanism.name}: {home(mechanism).name} must hold it under a name of its own")
+    raise ValueError(f"mechanism {mechanism.name}: {home(mechanism).name} must assign it to a name at module level")
 
 
 def travelling(mechanism: Mechanism) -> dict[str, str]:
@@ -121,11 +123,13 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
         try:
             found[path.name], siblings = flattened(source)
             if path.stem in FILES:
-                raise ValueError("its name is that of a file of Fathom's in every export")
+                raise ValueError("Fathom has a file of this name in every export; rename yours")
             if missing := [name for name in siblings if not (path.parent / f"{name}.py").is_file()]:
                 raise ValueError(f"there is no {missing[0]}.py next to it")
         except (ValueError, SyntaxError) as error:
-            raise ValueError(f"mechanism {mechanism.name}: {path.name} cannot travel in an export: {error}") from error
+            raise ValueError(
+                f"mechanism {mechanism.name}: {path.name} cannot be put into an export: {error}"
+            ) from error
         waiting += [path.parent / f"{name}.py" for name in siblings]
     return found
 
@@ -151,7 +155,7 @@ def flattened(source: str) -> tuple[str, list[str]]:
                     )
                 changed = re.sub(rf"\bfrom +{re.escape(module)}\b", f"from .{MODULES[module]}", lines[line], count=1)
                 if changed == lines[line]:
-                    raise ValueError(f"{says}: write it at the start of a line")
+                    raise ValueError(f"{says}: write the import at the start of a line")
                 lines[line] = changed
             else:
                 _require_known(module if node.level == 0 else ".", says)
@@ -201,9 +205,12 @@ def _require_known(module: str, says: str) -> None:
     """Refuse an import in a mechanism's file that an exported model could not resolve."""
     top = module.split(".")[0]
     if top == "fathom":
-        raise ValueError(f"{says}: of Fathom only `from fathom.models.ROOM.FILE import NAME`")
+        raise ValueError(f"{says}: allowed from Fathom: only `from fathom.models.FOLDER.FILE import NAME`")
     if top not in ("torch", "transformers", *sys.stdlib_module_names):
-        raise ValueError(f"{says}: only torch, transformers, the standard library, fathom.models and siblings by `.`")
+        raise ValueError(
+            f"{says}: allowed imports: torch, transformers, the standard library, fathom.models, and files of the same "
+            "folder by `.`"
+        )
 
 
 late.append(find_mechanisms)

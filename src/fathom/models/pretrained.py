@@ -98,8 +98,8 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
             visits = [visit for trip in model.plan for visit in trip]
             sources = any(visit.sources for visit in visits)
             if sources or model.slotted or any(visit.borrows for visit in visits):
-                further = "depth sources" if sources else "other trips"
-                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; use False")
+                further = "depth sources" if sources else "other iterations"
+                raise ValueError(f"checkpointing with use_reentrant=True loses the gradients to {further}; use False")
         getattr(super(), _ENABLE)(chosen, **kwargs)
 
     if _ENABLE == "gradient_checkpointing_enable":

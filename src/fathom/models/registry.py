@@ -84,7 +84,7 @@ def parse_mechanism(text: str) -> dict[str, str]:
             raise ValueError(f"unknown mechanism {name!r}; there are {VANILLA}, {', '.join(sorted(known()))}")
         axis = MECHANISMS[name].axis
         if axis in taken:
-            raise ValueError(f"{text!r} names two values of the {axis} axis")
+            raise ValueError(f"{text!r} names two mechanisms of the {axis} axis")
         taken.add(axis)
         values[axis] = name
     return values
@@ -143,9 +143,9 @@ def check_visits(config: DecoderConfig) -> None:
         return
     trips, most = recurrence.trips_of(config), recurrence.most_trips(config)
     if trips < most:
-        raise ValueError(f"residual_options.per_visit: set recurrence_options.trips to {most}, the most, got {trips}")
+        raise ValueError(f"residual_options.per_visit: set recurrence_options.trips to its maximum {most}, got {trips}")
     if config.recurrence == DEFAULTS["recurrence"] or not recurrence.sees(config).depth_parallel:
-        why = "makes one trip" if config.recurrence == DEFAULTS["recurrence"] else "makes all its trips in one pass"
+        why = "has one iteration" if config.recurrence == DEFAULTS["recurrence"] else "has all iterations in one pass"
         raise ValueError(f"residual_options.per_visit: recurrence={config.recurrence} {why}; set per_visit to false")
 
 

@@ -67,12 +67,12 @@ def adapt(model: FathomForCausalLM, recipe: Recipe) -> PeftModel | None:
         lora = replace(lora, targets=tuple(name for name in lora.targets if name in leaves))
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := [name for name in sorted(names) if not fnmatch.filter(leaves, name)]:
-            raise SettingsError(f"lora.{key}: this model has no {missing[0]}")
+            raise SettingsError(f"lora.{key}: this model has no module {missing[0]}")
     whole = sorted({leaf for name in lora.whole for leaf in fnmatch.filter(leaves, name)})
     require_adaptable(model, lora.targets)
     if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *whole):
         raise SettingsError(
-            "lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead"
+            "lora: lm_head shares its weight with the input embedding: name embed_tokens in lora.whole instead"
         )
     config = LoraConfig(
         r=rank,

@@ -41,7 +41,7 @@ class Away(Hook):
     def before_run(self, run: ObservedRun) -> None:
         """Register a gradient hook on every trainable matrix that the base model has too."""
         if run.ranks.world_size > 1:
-            raise SettingsError("Away needs a single process: ranks hold shards of the weights")
+            raise SettingsError("Away needs a single process, because every rank holds only a shard of the weights")
         named = run.training.model.named_parameters()
         self._pairs = [
             (weight, self.base[name].to(weight.device, weight.dtype))
@@ -49,7 +49,7 @@ class Away(Hook):
             if weight.ndim > 1 and weight.requires_grad and name in self.base
         ]
         if not self._pairs:
-            raise SettingsError("Away: the base has no matrix of the model")
+            raise SettingsError("Away: the base model has none of the weight matrices that this model trains")
         rows = run.recipe.rows_per_step
         self._share = min(run.recipe.train.micro_batch, rows) / rows  # each micro-batch adds its share
         for weight, base in self._pairs:

@@ -100,7 +100,8 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     changes."""
     if fixed := differences(before, after, ignore=CHANGEABLE):
         raise SettingsError(
-            f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can"
+            f"{name}: {', '.join(fixed)} cannot change in a branch; a new run with model.from_pretrained={name} can "
+            "change this"
         )
     given = {word.partition("=")[0] for word in overrides}
     warmup = before.optim.rising(before.train.steps)
@@ -109,7 +110,7 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     after = _with_phases(name, before, after, step, "data.phases" in given)
     if after.train.steps <= step:
         raise SettingsError(
-            f"train.steps={after.train.steps}: {name} has already taken {step}; allowed: more; "
+            f"train.steps={after.train.steps}: {name} has already taken {step} steps; allowed: more; "
             "for fewer steps, branch from an earlier checkpoint"
         )
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
@@ -133,7 +134,7 @@ def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: boo
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
     begun = [[one for one in phases if one[0] < step] for phases in (planned, after.data.later(after.train.steps))]
     if begun[0] != begun[1]:
-        raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other shares from then on")
+        raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other phases from then on")
     return after
 
 

@@ -44,7 +44,7 @@ def teacher_of(recipe: Recipe) -> str | None:
     """The name of the recipe's teacher, checked to be a model or a run; None if the recipe has no teacher."""
     name = recipe.distill.teacher
     if name is not None and not is_source(name):
-        raise SettingsError(f"distill.teacher={name}: no config.json there, and no run")
+        raise SettingsError(f"distill.teacher={name}: neither a directory with a config.json nor a run")
     return name
 
 
@@ -63,10 +63,10 @@ def check_teacher(recipe: Recipe, data: TokenDataset, vocabulary: int) -> None:
     config = config_of({"from_pretrained": name})
     require_same_tokenizer(name, key, recipe, data)
     if config.vocab_size != vocabulary:
-        raise SettingsError(f"{key}: it has {config.vocab_size} tokens, the model {vocabulary}")
+        raise SettingsError(f"{key}: the teacher has vocab_size={config.vocab_size}, but the model {vocabulary}")
     if recipe.data.sequence_length > (longest := config.max_position_embeddings):
         raise SettingsError(
-            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most {longest}, with {key}"
+            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most {longest}, the context of {key}"
         )
 
 

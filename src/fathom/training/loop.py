@@ -94,7 +94,7 @@ def train(
     planned = recipe.recipe if isinstance(recipe, Branch) else recipe
     place = recipe.run_dir if isinstance(recipe, Branch) else run_dir
     if place is None:
-        raise SettingsError("train(recipe, run_dir): a recipe needs a directory")
+        raise SettingsError("train(recipe, run_dir): a recipe needs run_dir, the directory of the run")
     place = Path(place)
     require_place(planned, place)
     if not resume and (place / RECIPE).exists():
@@ -334,7 +334,8 @@ class Run:
         is the signal that came."""
         if not self._settle_save():
             raise TrainingError(
-                f"step {self.step} could not be written; free disk space and run the same command again"
+                f"the checkpoint of step {self.step} could not be written; free disk space and run the same command "
+                "again"
             )
         if self.step < self.recipe.train.steps:
             experiment = experiment_of(self.run_dir)
@@ -448,7 +449,7 @@ def require_place(recipe: Recipe, run_dir: Path) -> None:
         and contents(run_dir) == ("a recipe", RECIPE)
         and path.read_text("utf-8") != load_recipe(path).to_yaml()
     ):
-        raise SettingsError(f"{path} is not a run's, and a run would write over it; choose another directory")
+        raise SettingsError(f"{path} does not belong to a run, and a run would overwrite it; choose another directory")
     require_same(recipe, run_dir)
 
 

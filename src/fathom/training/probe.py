@@ -73,7 +73,7 @@ def read_probe(run_dir: str | Path) -> Probe:
 def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Sequence[float]) -> Probe:
     """Find the minima of smoothed losses and gradient norms, given for rising learning rates."""
     if len(rates) < LEAST:
-        raise ValueError(f"{len(rates)} steps are too few for a probe: allowed: {LEAST} or more")
+        raise ValueError(f"{len(rates)} steps are too few for a learning-rate probe: allowed: {LEAST} or more")
     width = max(2, round(SMOOTH * len(rates)))
     return Probe(tuple(rates), _smoothed(losses, width), _smoothed(gradients, width))
 

@@ -32,7 +32,7 @@ def source_of(source: str, key: str) -> Path | Saved:
     saved = find_checkpoint(source)
     if not is_settled(source, saved):  # the next reader may find a newer one
         one = f"{source}@step-{saved.step}"
-        raise SettingsError(f"{key}={source}: not finished; name one of its checkpoints, as in {one}")
+        raise SettingsError(f"{key}={source}: this run is not finished; name one of its checkpoints, as in {one}")
     return saved
 
 

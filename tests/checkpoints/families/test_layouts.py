@@ -111,7 +111,7 @@ def test_layers_that_predict_further_tokens_are_left_out(name, tmp_path):
         ours = FathomForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(ours(tokens()).logits, theirs(tokens()).logits)
     (tmp_path / "config.json").write_text(json.dumps({**values, "num_nextn_predict_layers": 0}))
-    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight, for which the model has no place"):
+    with pytest.raises(ValueError, match=r"model\.layers\.4\.eh_proj\.weight, which the model does not have"):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 
@@ -121,7 +121,7 @@ def test_a_family_may_call_its_own_parts_mixer(tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     beside = next(name for name in tensors if ".mixer." in name).rpartition(".")[0]
     save_file({**tensors, f"{beside}.extra": torch.ones(4)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"mixer\.extra, for which the model has no place"):
+    with pytest.raises(ValueError, match=r"mixer\.extra, which the model does not have"):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 
@@ -164,5 +164,5 @@ def test_a_head_with_a_bias_is_opened_or_refused(tmp_path, monkeypatch):
         ours = FathomForCausalLM.from_pretrained(tmp_path).eval()
         assert torch.equal(ours(tokens()).logits, theirs(tokens()).logits)
     monkeypatch.setitem(HOSTS, "ernie4_5_moe", HOSTS["mixtral"])  # a family that says nothing of its head
-    with pytest.raises(ValueError, match=r"holds lm_head\.bias, for which the model has no place"):
+    with pytest.raises(ValueError, match=r"holds the tensor lm_head\.bias, which the model does not have"):
         FathomForCausalLM.from_pretrained(tmp_path)

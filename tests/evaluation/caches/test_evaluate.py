@@ -187,7 +187,10 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
             ["--kvcache", "drop", *SCHEDULE, "--no-needles", "--compressions", "7"],
             "--compressions 7: has no effect without",
         ),
-        (["--kvcache", "sinks,full", *SCHEDULE, "--kvcache-ratio", "0.3"], "--kvcache-ratio 0.3: sinks lets one token"),
+        (
+            ["--kvcache", "sinks,full", *SCHEDULE, "--kvcache-ratio", "0.3"],
+            "--kvcache-ratio 0.3: method sinks removes one",
+        ),
         (["--kvcache", "freqkv", *SCHEDULE, "--kvcache-kept", "30"], "--kvcache: a window of 32 with 2 sinks can keep"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
     ],

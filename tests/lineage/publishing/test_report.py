@@ -211,7 +211,7 @@ def test_calibrated_null_replaces_controls(family, tmp_path):
     body = json.loads((tmp_path / "null.json").read_text())
     body["classes"] = {"width 9/9, equal depth": next(iter(body["classes"].values()))}
     (tmp_path / "other.json").write_text(json.dumps(body))
-    with pytest.raises(ModelError, match="no null for"):
+    with pytest.raises(ModelError, match="no null distribution for"):
         ran(family, "child", controls=(), null=tmp_path / "other.json")
 
 

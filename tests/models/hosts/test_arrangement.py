@@ -78,7 +78,7 @@ def test_padding_leaves_a_state_as_it_is(name, monkeypatch):
     found = model(ids[:, 8:9].repeat(2, 1), attention_mask=mask, **step).logits[1, 0]
     assert (found - model(torch.cat((ids[:, :6], ids[:, 8:9]), 1)).logits[0, -1]).abs().max() < 2e-5
     mask = torch.nn.functional.pad(mask, (0, 2), value=0)
-    with pytest.raises(ValueError, match="padding after tokens whose state is stored"):
+    with pytest.raises(ValueError, match="padding after cached tokens"):
         model(ids[:, :2].repeat(2, 1), attention_mask=mask, past_key_values=out.past_key_values)
     monkeypatch.setattr(modeling, "of_padding", lambda *_: None)
     found, expected = masked(model, ids, [3])
@@ -97,7 +97,7 @@ def test_padding_takes_no_place_of_a_window(name):
     mask[1, 6:] = 0
     out = model(ids[:, :8].repeat(2, 1), attention_mask=mask, use_cache=True)
     mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-    with pytest.raises(ValueError, match="would take places of a layer's window: pad on the left"):
+    with pytest.raises(ValueError, match="would use up a layer's sliding window: pad on the left"):
         model(ids[:, 8:9].repeat(2, 1), attention_mask=mask, past_key_values=out.past_key_values)
     short = torch.tensor([[1, 0, 1, 1]])
     assert (model(ids[:, :4], attention_mask=short).logits[0, -1]).isfinite().all(), "within the window nothing is lost"
@@ -151,7 +151,7 @@ def test_padding_is_not_read_alone():
     """A step of one token has no place before it where every state is zero."""
     model, ids = ours_of(theirs_of("lfm2")), tokens(2, 3)
     mask = torch.tensor([[1, 1, 1], [0, 0, 1]])
-    with pytest.raises(ValueError, match=r"^a token of padding read alone would change a state: read padding with"):
+    with pytest.raises(ValueError, match=r"^a padding token read alone would change the recurrent state: read it with"):
         model(ids[:, :1], attention_mask=mask[:, :1], use_cache=True)
     assert model(ids[:, :1], attention_mask=mask[:, :1], use_cache=False).logits.shape[1] == 1, "no state is stored"
     first = model(ids[:, :2], attention_mask=mask[:, :2], use_cache=True)
@@ -166,7 +166,7 @@ def test_padding_is_not_read_alone():
 def test_dropout_that_training_would_leave_out_is_refused(name, keys):
     model, ids = ours_of(theirs_of(name, **keys)), tokens(1, 5)
     model(ids)  # the control: there is none in evaluation
-    with pytest.raises(ValueError, match=f"^{name}: training would leave out the family's dropout, "):
+    with pytest.raises(ValueError, match=f"^{name}: Fathom does not apply this family's dropout, "):
         model.train()(ids, labels=ids)
     ours_of(theirs_of(name, attention_dropout=0.5)).train()(ids, labels=ids)
     for part in model.modules():

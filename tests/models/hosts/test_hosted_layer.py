@@ -80,7 +80,7 @@ def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
             {"recurrence": "loop", "recurrence_options": {"kv": "first"}},
             "attn_temperature_tuning scales queries by the length of the cache",
         ),
-        ("gemma4_text", MIXER, "layers differ in the heads of their keys"),
+        ("gemma4_text", MIXER, "layers differ in number or size of key heads"),
         ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),
         ("gemma4_text", RESIDUALS[0], "the layer scales what it adds to"),
         ("nemotron_h", RESIDUALS[0], "a layer is one sub-layer, not two"),
@@ -120,7 +120,9 @@ def test_an_embedding_that_scales_is_named(monkeypatch):
     with torch.no_grad():
         assert torch.equal(ours_of(theirs)(tokens()).logits, theirs(tokens()).logits)
     monkeypatch.setitem(HOSTS, "vaultgemma", Host(HOSTS["vaultgemma"].layouts))
-    with pytest.raises(ValueError, match="vaultgemma: its embed_tokens scales: give embedding_scale in the switches"):
+    with pytest.raises(
+        ValueError, match="vaultgemma: its embed_tokens scales embeddings: give embedding_scale in the switches"
+    ):
         ours_of(theirs)
 
 

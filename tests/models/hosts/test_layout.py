@@ -15,8 +15,11 @@ from .cases import ours_of, theirs_of
     [
         ({"norm": "ln_f"}, "qwen3_moe: its decoder has no ln_f"),
         ({"embedding": "wte"}, "qwen3_moe: its decoder has no wte"),
-        ({"token": ("attn",)}, "no layout has the parts of Qwen3MoeDecoderLayer: input_layernorm, mlp, "),
-        ({"before": (None, None)}, "Qwen3MoeDecoderLayer: its layout leaves out input_layernorm, post_attention"),
+        ({"token": ("attn",)}, "no layout matches the parts of Qwen3MoeDecoderLayer: input_layernorm, mlp, "),
+        (
+            {"before": (None, None)},
+            "Qwen3MoeDecoderLayer: its layout does not name the parts input_layernorm, post_attention",
+        ),
     ],
     ids=["norm", "embedding", "token", "before"],
 )

@@ -77,7 +77,7 @@ def test_odd_shape(name, seed):
         require_mixed(plain, ours_of(theirs, **MIXER), changes)
         require_decoded(ours_of(theirs, **MIXER, **LOOP), changes)
     elif len(plain.config.keyed_layers) >= 3:
-        with pytest.raises(ValueError, match="layers differ in the heads of their keys"):
+        with pytest.raises(ValueError, match="layers differ in number or size of key heads"):
             ours_of(theirs, **MIXER)
 
 

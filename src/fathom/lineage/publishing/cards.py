@@ -68,7 +68,7 @@ def card(weights: Weights, all_layers: bool = False) -> Card:
 def read_card(path: Path) -> Card:
     """Read a card from a file, and check it."""
     if path.is_dir():
-        raise ModelError(f"{path} is a directory: `fathom lineage card {path}` makes a card of a model")
+        raise ModelError(f"{path} is a directory, not a card: `fathom lineage card {path}` makes a model's card")
     body = parse_json(path.read_bytes(), str(path))
     try:
         found = restored(Card, body)

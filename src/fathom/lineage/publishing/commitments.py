@@ -206,11 +206,11 @@ def verify(
     if body.get("fathom_commitment") != VERSION or not isinstance(body.get("root"), str):
         raise ModelError(f"{name}: not a commitment of version {VERSION}")
     if bool(body.get("blinded")) != bool(key):
-        raise ModelError("a blinded commitment needs its key, and only that")
+        raise ModelError("a blinded commitment needs its key, and any other commitment takes no key")
     if key and not re.fullmatch(r"[0-9a-f]{64}", key):
         raise ModelError("the key is not 32 bytes in hexadecimal")
     if unknown := sorted(set(body) - ENTRIES):
-        raise ModelError(f"{name}: {unknown[0]!r:.40} is no entry of a commitment; nothing would bind it to the root")
+        raise ModelError(f"{name}: {unknown[0]!r:.40} is no entry of a commitment; the root hash would not cover it")
     secret = bytes.fromhex(key) if key else b""
     leaves = {**leaves_of(weights, secret), STATEMENT: statement_leaf(body, secret)}
     findings = _unfounded(body, len(weights.store.tensors), leaves)

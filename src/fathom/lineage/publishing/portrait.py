@@ -39,7 +39,7 @@ def coordinates(z: Array, key: bytes) -> Array:
     """A fixed rotation of z (times √512), in integers: random signs, then a Walsh–Hadamard transform, twice."""
     values = np.asarray(z, np.int64).copy()
     if values.shape != (512,):
-        raise ValueError("a portrait is drawn from 512 numbers")
+        raise ValueError("a portrait needs a vector of 512 numbers")
     for turn in range(2):
         bits = hashlib.blake2b(key + bytes([turn]), digest_size=64).digest()
         values *= 1 - 2 * np.unpackbits(np.frombuffer(bits, np.uint8)).astype(np.int64)

@@ -62,14 +62,14 @@ class Out:
     def entry(self) -> Tensor:
         """The input of the recurrence's `entry_layer` in the first iteration, `[B, T, hidden_size]`."""
         if self._entry is None:
-            raise ValueError("only the first trip has an entry, and only if the recurrence sets entry_layer")
+            raise ValueError("only the first iteration has an entry, and only if the recurrence sets entry_layer")
         return self._entry
 
     @property
     def tables(self) -> tuple[nn.Module, Tensor]:
         """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling."""
         if self.head is None or self.embedding is None:
-            raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
+            raise ValueError("this recurrence reads logits: call the model with its head (FathomForCausalLM does)")
         table = self.embedding
         # the weight of a sharded or offloaded table exists only while the table is called
         if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):

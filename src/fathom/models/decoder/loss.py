@@ -40,7 +40,7 @@ def causal_lm_loss(
         num_items_in_batch: Targets of the whole batch if it is spread over several forward passes.
     """
     if targets.shape != hidden.shape[:-1]:
-        raise ValueError(f"labels have shape {list(targets.shape)}, the input {list(hidden.shape[:-1])}")
+        raise ValueError(f"labels have shape {list(targets.shape)}, but the input has shape {list(hidden.shape[:-1])}")
     rows, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
     if isinstance(head, nn.Linear) and is_bare(head):
         total = linear_cross_entropy(rows, head.weight, targets)

@@ -73,10 +73,12 @@ def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
     if (length == 1 and (tracing or not stores)) or (not tracing and to_host(live.all())):
         return None
     if length == 1:
-        raise ValueError("a token of padding read alone would change a state: read padding with the tokens behind it")
+        raise ValueError(
+            "a padding token read alone would change the recurrent state: read it with the tokens after it"
+        )
     stored = mask[:, :-length].bool().any(1) & ~live.all(1)
     if mask.shape[1] > length and not tracing and to_host(stored.any()):
-        raise ValueError("padding after tokens whose state is stored would change the state: pad on the left")
+        raise ValueError("padding after cached tokens would change the recurrent state: pad on the left")
     order = live.to(torch.int8).argsort(dim=1, stable=True)
     first = torch.arange(len(mask), device=mask.device).unsqueeze(1) * length
     back = torch.empty_like(order).scatter_(1, order, torch.arange(length, device=mask.device).expand_as(order))
@@ -97,4 +99,4 @@ def check_windows(mask: object, window: int) -> None:
     live = mask.bool()
     padded = ((live.cumsum(1) > 0) & ~live).cumsum(1) > 0  # after a token
     if to_host((padded & live).any()):
-        raise ValueError("padding between a text's tokens would take places of a layer's window: pad on the left")
+        raise ValueError("padding between tokens would use up a layer's sliding window: pad on the left")

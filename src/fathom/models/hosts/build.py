@@ -146,11 +146,13 @@ def build(config: DecoderConfig) -> PreTrainedModel:
     layouts = Layout.all_of(config)
     for name in (layouts[0].embedding, layouts[0].norm):
         if not hasattr(decoder, name):
-            raise ValueError(f"{config.host}: its decoder has no {name}: name it in the layout")
+            raise ValueError(f"{config.host}: its decoder has no {name}: give its name for this part in the layout")
     embedding: Any = getattr(decoder, layouts[0].embedding)
     if type(embedding) is not nn.Embedding:  # one that scales: the walk does, by `embedding_scale`
         if config.embedding_scale == 1.0:
-            raise ValueError(f"{config.host}: its {layouts[0].embedding} scales: give embedding_scale in the switches")
+            raise ValueError(
+                f"{config.host}: its {layouts[0].embedding} scales embeddings: give embedding_scale in the switches"
+            )
         embedding.__class__ = nn.Embedding
         del embedding.embed_scale
     inner = type(theirs).from_dict(theirs.to_dict())
@@ -210,11 +212,11 @@ def adopt(layer: nn.Module, layouts: tuple[Layout, ...]) -> Layout:
     layout = next((one for one in layouts if one.fits(held)), None)
     kind: Any = type(layer)
     if layout is None:
-        raise ValueError(f"no layout has the parts of {kind.__name__}: {', '.join(sorted(held))}")
+        raise ValueError(f"no layout matches the parts of {kind.__name__}: {', '.join(sorted(held))}")
     named = {*layout.before, *layout.after, *layout.token, *layout.channel}
     trained = {name for name, part in layer.named_children() if any(True for _ in part.parameters())}
     if trained - named and not layout.sealed:
-        raise ValueError(f"{kind.__name__}: its layout leaves out {', '.join(sorted(trained - named))}")
+        raise ValueError(f"{kind.__name__}: its layout does not name the parts {', '.join(sorted(trained - named))}")
     layer.__class__ = mixed(Hosted, kind, "DecoderLayer")
     ours: Any = layer
     ours.parts = next(name for name in layout.token if name in held), tuple(x for x in layout.channel if x in held)

@@ -104,7 +104,7 @@ def attend(
 ) -> Any:
     """The attention function of hosted layers: mixes and stores through the handover, then calls the real backend."""
     if handover is None:
-        raise ValueError("a hosted layer is called by Fathom's walk only")
+        raise ValueError("a hosted layer can be called only by Fathom's forward pass")
     own: Any = module
     channels, (key, value) = value.shape[-1], handover.store(module, query, key, value)
     if handover.paged is not None:
@@ -122,7 +122,7 @@ def attend(
 
 def _no_mask(*args: Any, **kwargs: Any) -> Any:
     """A mask function that raises; without this entry transformers would silently make no masks for hosted layers."""
-    raise ValueError(f"attn_implementation={HANDOVER} is no backend: masks are made by the walk")
+    raise ValueError(f"attn_implementation={HANDOVER} is internal to Fathom and makes no masks: choose another")
 
 
 ALL_ATTENTION_FUNCTIONS.register(HANDOVER, attend)

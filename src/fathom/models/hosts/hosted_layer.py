@@ -167,7 +167,9 @@ class Hosted(Made, Routing, Sublayers):
         y = self.normed(self.before[0], x)
         alone = self.forgets and view is not None and y.shape[1] > 1 and view.has_previous_state()
         if alone and arrangement is not None:
-            raise ValueError(f"{self.kind} reads the rest of a prompt token by token: read padding in its first part")
+            raise ValueError(
+                f"{self.kind} reads later prompt chunks token by token: padding must be in the first chunk"
+            )
         if alone and "attention_mask" in given:
             given = given | {"attention_mask": None}  # it is as long as the text, and no new token is padding
         made = [part(hidden_states=one, **given, **{name: view}) for one in (y.split(1, 1) if alone else (y,))]

@@ -72,8 +72,8 @@ def adopt_routers(decoder: PreTrainedModel) -> Balance | None:
     recorded = type(decoder)._can_record_outputs
     if "router_logits" not in recorded:  # Granite's hybrid before 5.23, whose own loss is then 0
         raise ValueError(
-            f"{config.model_type}: transformers {transformers.__version__} records no routers, so there is no loss of "
-            "theirs: install a later one, or set output_router_logits to false"
+            f"{config.model_type}: transformers {transformers.__version__} records no router logits, so there is no "
+            "load-balancing loss: install a later version, or set output_router_logits to false"
         )
     kind = recorded["router_logits"].target_class
     found = None

@@ -84,7 +84,9 @@ def let_turn(layers: Sequence[Hosted], rotation: Any, rope: Mapping[str, Any], x
     of_kind = rotation if isinstance(rotation, dict) else {layer.kind: rotation for layer in layers}
     shapes, rotate = zip(*(tried(layer, of_kind.get(layer.kind), x) for layer in layers), strict=True)
     if any(shape != shapes[0] for shape in shapes):
-        raise ValueError(f"{host}: layers differ in the heads of their keys, so those of two cannot be compared")
+        raise ValueError(
+            f"{host}: layers differ in number or size of key heads, so keys of two layers cannot be compared"
+        )
     turns = [turned and rope.get(layer.kind, rope) for layer, turned in zip(layers, rotate, strict=True)]
     if any(turn != turns[0] for turn in turns):
         for layer, turned in zip(layers, rotate, strict=True):

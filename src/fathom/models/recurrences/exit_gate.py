@@ -176,5 +176,5 @@ def threshold_for(probabilities: Tensor, trips: float) -> float:
         return 1.0
     threshold = float(ordered[int(onward)]) - ROUNDING
     if threshold <= 0:
-        raise ValueError(f"trips={trips}: no threshold reads so many tokens out so early; allowed: a larger mean")
+        raise ValueError(f"trips={trips}: no threshold lets so many tokens exit so early; allowed: a larger mean")
     return threshold

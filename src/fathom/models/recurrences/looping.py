@@ -107,15 +107,15 @@ class LoopOptions(GrowthOptions, EarlyLossOptions, ExitOptions, ConfidenceOption
         names = {"early_loss": self.early_loss, "exit": self.exits, "exit_confidence": self.exit_confidence is not None}
         early = next((name for name, given in names.items() if given), None)
         if early and self.coda:
-            raise ValueError(f"recurrence_options.{early}: a coda belongs to the last trip alone; set coda to 0")
+            raise ValueError(f"recurrence_options.{early}: a coda runs only after the last iteration; set coda to 0")
         if early and (self.damping < 1 or self.blends):
             raise ValueError(f"recurrence_options.{early} needs damping 1 and blend 1")
         if early and self.grows:
-            raise ValueError(f"recurrence_options.{early} reads early trips out: set growth to none")
+            raise ValueError(f"recurrence_options.{early} reads out early iterations: set growth to none")
         if self.exit_confidence is not None and (self.exits or self.kv != "own"):
             raise ValueError("recurrence_options.exit_confidence needs exit=none and kv=own")
         if self.early_loss and self.exits:
-            raise ValueError("recurrence_options.early_loss: exit reads early trips out already; set one of the two")
+            raise ValueError("recurrence_options: early_loss and exit both read out early iterations; set only one")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
             raise ValueError(
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "

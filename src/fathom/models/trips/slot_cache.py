@@ -85,7 +85,7 @@ class SlotLayer(GrowingLayer):
     ) -> tuple[Tensor, Tensor]:
         """Raises a `TypeError`: storing needs the iteration of each token, which only the model's own code knows (see
         `exchange`)."""
-        raise TypeError("a slot cache is written by the model that made it")
+        raise TypeError("only the model that made this cache can write to it")
 
     def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Store the new keys and values of a pass, `[B', H_kv, M, D]`; returns the keys and values that the pass
@@ -173,19 +173,19 @@ def with_slots(
     """Turn an empty cache into a slot cache for this number of sequences, in place; returns its table. Idempotent."""
     if cache.layers and isinstance(first := cache.layers[0], SlotLayer):
         if isinstance(first.table, FixedTable) and first.table.trips < trips:
-            raise ValueError(f"this static cache has room for {first.table.trips} trips of a token, not {trips}")
+            raise ValueError(f"this static cache has room for {first.table.trips} iterations of a token, not {trips}")
         if first.stored is None and (len(first.table.count), first.table.count.device) != (rows, device):
             empty_slots(first.family, rows, device)
         return first.table
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
             raise ValueError(
-                f"this model's slots cannot be stored in a {type(layer).__name__}: use a dynamic or static cache"
+                f"this model cannot store its keys in a {type(layer).__name__}: use a dynamic or static cache"
             )
         if layer.is_initialized and int(layer.get_seq_length()) > 0:
             raise ValueError("this cache was filled by another model; start from an empty cache")
     if getattr(cache, "offloading", False):
-        raise ValueError("a slot cache cannot be offloaded")
+        raise ValueError("the cache of this recurrence cannot be offloaded")
     # A layer with a window reports the window's width, not the cache's length; without other layers the slots grow.
     whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
     static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]

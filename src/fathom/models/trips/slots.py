@@ -110,7 +110,7 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
         return cache
     if len(cache.layers) != len(set(layers)):
         raise ValueError(
-            f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
+            f"this cache has {len(cache.layers)} layers, but the model needs {len(layers)} for all its iterations; "
             "start from an empty cache"
         )
     counted = (layer for layer in cache.layers if hasattr(layer, "get_seq_length"))  # experts alone store nothing

@@ -65,18 +65,18 @@ def check_speculation(model: CausalDecoder, asked: Speculation, trips: int) -> N
     config, recurrence = model.config, model.model.recurrence
     if recurrence.view is not View.SAME or recurrence.halts:
         raise ValueError(
-            f"draft_trips: {config.recurrence} keeps slots; only trips that read no other can be made apart"
+            f"draft_trips: the first iterations of recurrence={config.recurrence} cannot be computed by themselves"
         )
     if recurrence.span(config)[1] < config.num_hidden_layers:
-        raise ValueError("draft_trips: a coda belongs to the last trip alone, so that earlier ones cannot be read out")
+        raise ValueError("draft_trips: a coda runs only after the last iteration, so earlier iterations cannot draft")
     if recurrence.lends:
         raise ValueError(
-            "draft_trips: the remaining trips of drafts make no keys and values of their own; set "
-            "recurrence_options.kv to own, or leave drafting out"
+            "draft_trips: later iterations have no keys and values of their own; set recurrence_options.kv to own, or "
+            "leave draft_trips out"
         )
     if not 1 <= asked.draft_trips < trips:
         raise ValueError(
-            f"draft_trips must be between 1 and {trips - 1}, fewer than all trips, got {asked.draft_trips}"
+            f"draft_trips must be between 1 and {trips - 1}, fewer than all iterations, got {asked.draft_trips}"
         )
     if asked.draft_tokens < 1:
         raise ValueError(f"draft_tokens must be 1 or more, got {asked.draft_tokens}")
@@ -100,7 +100,7 @@ def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
         if (given.get(name, getattr(own, name)) or nothing) != nothing:
             raise ValueError(f"draft_trips: {why}")
     if given.get("inputs_embeds") is not None:
-        raise ValueError("draft_trips: give input_ids, of which drafts are a continuation, not inputs_embeds")
+        raise ValueError("draft_trips: give input_ids, which drafts continue, not inputs_embeds")
 
 
 class Stages:

@@ -108,7 +108,7 @@ def run(model: Decoder, x: Tensor, inputs: Inputs, cache: Cache | Store | None) 
     """
     recurrence, backend = model.recurrence, model.config._attn_implementation
     if x.requires_grad and x.device.type in NO_BACKWARD and backend == FLEX:
-        raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
+        raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: use sdpa")
     store = cache if isinstance(cache, Store) else None
     way = recurrence.way(inputs.trips, packs=model.training and inputs.hidden is None)
     if recurrence.view is View.DUO or (recurrence.halts and (way is Way.SOLVED or store is not None)):
@@ -159,7 +159,7 @@ def _stored(model: Decoder, x: Tensor, inputs: Inputs, store: Store, solve: bool
     """Run a forward pass with a slot cache, in chunks of tokens, or token by token if the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
-        raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
+        raise ValueError(f"attn_implementation={FLEX} cannot read this static cache: use sdpa, or a dynamic cache")
     table.open(table.columns + length)  # type: ignore[arg-type]  # each kind counts its own way
     exact = recurrence.exact()
     step = AT_ONCE if not solve else 1 if exact else length
