@@ -194,7 +194,7 @@ def test_no_value_of_a_file_ends_in_a_traceback(kind, file, key, value, whole, s
         (lambda t: [t.pop(name) for name in [*t]], "the checkpoint lacks lm_head.weight and "),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(9)}),
-            "model.norm.weight has shape [9], config.json needs",
+            "model.norm.weight has shape [9], but config.json needs",
         ),
         (lambda t: t.update(spare=torch.ones(9)), "contains unused tensors: spare"),
     ],

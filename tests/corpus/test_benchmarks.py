@@ -81,7 +81,7 @@ def test_files(tmp_path: Path) -> None:
     [
         ("", "holds no item"),
         ("{bad", "benchmarks.t"),
-        ("[1]", "item 1 is list, no object"),
+        ("[1]", "item 1 is list, not a JSON object"),
         ('{"x": 1}', "item 1: no question: name the field of the question; the fields are x"),
     ],
 )

@@ -156,7 +156,7 @@ def test_held_out_rows_are_of_their_difficulty() -> None:
     assert ((labels != IGNORED).sum(1) == 1).all() and (labels[:, 4] != IGNORED).all()
     tokens = held_out("arithmetic", 3).rows(np.arange(50)).tokens
     assert (tokens[:, ::16] == MODULUS + 3 + 2).all()
-    with pytest.raises(DataError, match="select one"):
+    with pytest.raises(DataError, match="select a single domain"):
         open_puzzle("puzzle:hops", "val").rows(np.arange(1))
 
 
@@ -198,7 +198,7 @@ def test_batches_and_evaluation() -> None:
     assert whole.position_ids is not None and whole.position_ids[0, 16] == 0
     (batch,) = evaluation_batches(held_out("arithmetic", 2), 64, 8, max_tokens=5 * 64)
     assert batch.num_targets == batch.num_bytes == int((batch.labels != IGNORED).sum()) == 20
-    with pytest.raises(DataError, match=r"data.sequence_length=32: allowed: 64, the row of puzzle:arithmetic"):
+    with pytest.raises(DataError, match=r"data.sequence_length=32: allowed: 64, the length of puzzle:arithmetic"):
         BatchPlan(data, 32, rows_per_step=6, seed=3)
 
 

@@ -158,7 +158,7 @@ def test_a_damaged_index_or_tokenizer_is_found(copy: Path) -> None:
 def test_a_later_format_is_refused(copy: Path) -> None:
     index = json.loads((copy / "index.json").read_bytes())
     (copy / "index.json").write_text(json.dumps({**index, "version": 2}))
-    with pytest.raises(DataError, match="version 2 of the format cannot be read, only 1"):
+    with pytest.raises(DataError, match="version 2 of the format cannot be read, only version 1"):
         TokenDataset.open(copy)
 
 

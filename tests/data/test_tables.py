@@ -53,7 +53,7 @@ def test_cells_are_read_as_they_were_written(tmp_path: Path) -> None:
         (b"text,text\na,b\n", "must name every column once"),
         (b"id,text\n1\n", "a.csv:2: 1 cells, and the header has 2"),
         (b'text\n"a\n', "a.csv:2: unexpected end of data"),
-        (b"id,words\n1,a\n", "no field 'text': it has id, words"),
+        (b"id,words\n1,a\n", "no field 'text': the record has id, words"),
         (b"text\nb\xff\n", "is not UTF-8"),
     ],
 )

@@ -133,7 +133,7 @@ def test_what_cannot_be_searched_is_one_line(model_and_text):
     model, tokenizer, text = model_and_text
     with pytest.raises(SettingsError, match="sizes=2-9: allowed: from 1 to 4, the number of layers"):
         search(model, tokenizer, [text], Search(sizes=(2, 9)))
-    with pytest.raises(SettingsError, match=r"12 documents, 52 are needed.*A text file is one document"):
+    with pytest.raises(SettingsError, match=r"only 12 documents, but 52 are needed.*A text file is one document"):
         search(model, tokenizer, [text], Search(sizes=(2, 3)))
     deeper = FathomForCausalLM(tiny_config(num_hidden_layers=4, mixer="depth_attention"))
     with pytest.raises(SettingsError, match="a model without mechanisms, this one has mixer=depth_attention"):

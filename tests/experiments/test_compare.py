@@ -427,7 +427,7 @@ def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted
         return capsys.readouterr().err
 
     own = small.to_dict()
-    assert said(own, "train.kernels=[swiglu]", "train.device=cpu").startswith("fathom: kernel swiglu runs on an NVIDIA")
+    assert said(own, "train.kernels=[swiglu]", "train.device=cpu").startswith("fathom: kernel swiglu needs an NVIDIA")
     assert "no backward pass on cpu" in said(own, "train.attention=flex_attention", "train.device=cpu")
     begun = {**own, "model": {"from_pretrained": str(source)}}
     assert "allowed: at most the model's max_position_embeddings=32" in said(begun, "data.sequence_length=64")

@@ -575,8 +575,8 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
             "contrasts=gain=better - nobody: nobody is not an arm; the arms are vanilla, ",
         ),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
-        ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
-        ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: sizes from small to large"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "size 3 takes .* allowed: sizes from small to large"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "size 3 takes .* allowed: sizes from small to large"),
     ],
 )
 def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:

@@ -74,7 +74,7 @@ def test_a_call_that_a_hook_waits_for_is_made(part):
 @pytest.mark.parametrize("name", NAMES)
 def test_on_a_cpu_each_is_refused_by_name(name, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(SettingsError, match=f"^kernel {name} runs on an NVIDIA GPU, and the model would be on cpu"):
+    with pytest.raises(SettingsError, match=f"^kernel {name} needs an NVIDIA GPU, and the model would be on cpu"):
         use([name], "cpu")
 
 
@@ -95,14 +95,14 @@ def test_other_names_are_refused(capsys, monkeypatch):
     serve = [["serve", "nowhere"]] if find_spec("uvicorn") else []  # an extra, which a machine with a GPU may lack
     for command in (["generate", "nowhere", "a"], ["evaluate", "nowhere"], *serve):
         assert main([*command, "--device", "cpu", "--kernels", "depth_mix"]) == 2
-        assert capsys.readouterr().err.startswith("fathom: kernel depth_mix runs on an NVIDIA GPU")
+        assert capsys.readouterr().err.startswith("fathom: kernel depth_mix needs an NVIDIA GPU")
 
 
 def test_a_training_run_refuses_before_it_starts(recipe, monkeypatch):
     from fathom.training.build import build_training
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(SettingsError, match="kernel swiglu runs on an NVIDIA GPU"):
+    with pytest.raises(SettingsError, match="kernel swiglu needs an NVIDIA GPU"):
         build_training(recipe.override("train.kernels=[swiglu]", "train.device=cpu"))
 
 

@@ -140,7 +140,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: allowed: full, average"),
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache with it"),
         ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
-        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: --kvcache full holds every entry"),
+        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: --kvcache full keeps every entry"),
         (["--kvcache-kept", "7"], "--kvcache-kept 7: give --kvcache with it"),
         ([*WORDS, "--kvcache-kept", "14"], "--kvcache freqkv: a window of 16 with 2 sinks can keep 1 to 13"),
         (

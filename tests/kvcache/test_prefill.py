@@ -82,7 +82,7 @@ def test_beams_after_it(model):
     """Rows must be multiplied in between, as `Policy.read` does (test_policy.py)."""
     prompt, cache = tokens(1, 70), cache_of(model)
     prefill(model, prompt[:, :-1], cache)
-    with pytest.raises(ValueError, match=r"holds 1 rows and 3 came: .*batch_repeat_interleave\(num_beams\)"):
+    with pytest.raises(ValueError, match=r"holds 1 sequences, the input has 3: .*batch_repeat_interleave\(num_beams\)"):
         model.generate(prompt, past_key_values=cache, max_new_tokens=2, num_beams=3)
 
 

@@ -137,7 +137,7 @@ def test_depth_models_are_refused(name, tmp_path):
     axis = next(axis for axis, value in values.items() if value == name)
     torch.manual_seed(1)
     base = export(FathomForCausalLM(small(**values)), tmp_path / "base", tiny_tokenizer())
-    with pytest.raises(ModelError, match=f"attack: a model with {axis}={name}"):
+    with pytest.raises(ModelError, match=f"attack: the outputs of a model with {axis}={name}"):
         attack(open_weights(base), ("neuron",), tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 

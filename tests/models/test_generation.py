@@ -1,4 +1,4 @@
-"""`generate` where the angles of RoPE change with the length of a sequence."""
+"""`generate` where the angles of RoPE change with the length of a text."""
 
 import pytest
 import torch

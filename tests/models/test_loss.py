@@ -180,7 +180,7 @@ def test_causal_loss(kind, items, shifted, small_chunks):
 
 def test_labels_of_another_shape_are_refused():
     head, (hidden, labels) = head_of("linear"), batch()
-    with pytest.raises(ValueError, match=r"labels have shape \[3, 6\], the input \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"labels have shape \[3, 6\], but the input has shape \[3, 7\]"):
         module.causal_lm_loss(hidden, head, labels[:, 1:])
 
 

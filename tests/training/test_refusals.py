@@ -74,9 +74,9 @@ AT_THE_START = [
     (FROM_BASE, "its tokenizer"),
     (
         (*FROM_BASE, "data.other_tokenizer=true", "distill.teacher=./nowhere"),
-        "distill.teacher=./nowhere: no config.json",
+        "distill.teacher=./nowhere: neither a directory with a config.json",
     ),
-    (("data.other_tokenizer=true", "distill.teacher=BASE"), "it has 384 tokens, the model 304"),
+    (("data.other_tokenizer=true", "distill.teacher=BASE"), "the teacher has vocab_size=384, but the model 304"),
     (("distill.teacher=BASE",), "its tokenizer"),
     ((*FROM_BASE, "lora.rank=4"), "LoRA needs peft"),
     (("train.micro_batch=3",), "allowed: a divisor of 8 sequences per rank"),

@@ -75,7 +75,9 @@ def test_of_a_run_that_still_trains_a_step_is_named(corpus: Path, run: Path, tmp
     """Its newest checkpoint is another one for every arm of a comparison, and when a run is continued."""
     shutil.copytree(run, tmp_path / "run")
     (tmp_path / "run" / "result.json").unlink()
-    with pytest.raises(SettingsError, match=r"run: not finished; name one of its checkpoints, as in .*run@step-8"):
+    with pytest.raises(
+        SettingsError, match=r"run: this run is not finished; name one of its checkpoints, as in .*run@step-8"
+    ):
         began(corpus, str(tmp_path / "run"))
     assert began(corpus, f"{tmp_path / 'run'}@step-8")
 

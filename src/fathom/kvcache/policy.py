@@ -169,7 +169,9 @@ def choose(
     if method in (None, "full"):
         for name, value in options.given().items():
             reason = (
-                "give `kvcache` with it" if method is None else "`kvcache=full` holds every entry and has no schedule"
+                "give `kvcache` with it"
+                if method is None
+                else "`kvcache=full` keeps every entry and has no such option"
             )
             raise SettingsError(f"kvcache_{name}={value}: {reason}")
         return None

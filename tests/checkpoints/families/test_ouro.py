@@ -89,7 +89,7 @@ def test_null_is_the_default(tmp_path):
 
 
 def test_a_fixed_exit_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match="early_exit_step=1: call the model with max_trips"):
+    with pytest.raises(ValueError, match=r"early_exit_step=1: delete it from config\.json and call the model"):
         FathomForCausalLM.from_pretrained(saved(tmp_path, early_exit_step=1))
 
 
