@@ -154,7 +154,7 @@ def cache_policy(method: str, recorded: object, options: CacheOptions) -> Policy
 
 def without_ratio(method: str, ratio: float) -> str:
     """The error message for a ratio that was given to a method without one."""
-    return f"`kvcache_ratio={ratio}`: method {method} removes one entry at a time; to remove several, give `kvcache_kept`"
+    return f"`kvcache_ratio={ratio}`: method {method} removes one entry at a time; for several, give `kvcache_kept`"
 
 
 def choose(
