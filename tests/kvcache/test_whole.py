@@ -55,7 +55,7 @@ def test_what_they_hold():
             dict(window=8, quantized="fp8"),
             "quantized=fp8: method 'full_static' cannot quantize its entries",
         ),
-        ("full_fp8", dict(quantized="fp8"), "quantized=fp8: method 'full_fp8' says that already"),
+        ("full_fp8", dict(quantized="fp8"), "quantized=fp8: method 'full_fp8' names a quantization already"),
         ("full", dict(quantized="int3"), "quantized must be one of int8, int4, quanto, hqq, fp8, got 'int3'"),
     ],
 )

@@ -112,8 +112,8 @@ def test_a_run_goes_on_when_its_source_has_deleted_the_checkpoint(corpus: Path, 
     ("name", "message"),
     [
         ("{}@step-5", "has no checkpoint of step 5; it has 4, 8"),
-        ("{}@5", "neither a run nor a directory with a config.json"),
-        ("{}/step-000005", "neither a run nor a directory with a config.json"),
+        ("{}@5", "neither a directory with a config.json nor a run"),
+        ("{}/step-000005", "neither a directory with a config.json nor a run"),
     ],
 )
 def test_what_is_no_source_is_one_line(
