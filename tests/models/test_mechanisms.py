@@ -383,7 +383,7 @@ def test_an_empty_input_is_an_error_in_one_line(case, shape):
     with torch.no_grad():
         model(tokens(2, 3), past_key_values=cache)
         for kwargs in ({}, {"use_cache": False}, {"labels": ids}, {"past_key_values": cache}):
-            with pytest.raises(ValueError, match=f"^the input is empty: {shape[0]} rows of {shape[1]} tokens$"):
+            with pytest.raises(ValueError, match=f"^the input is empty: {shape[0]} sequences of {shape[1]} tokens$"):
                 model(ids, **kwargs)
         assert cache.get_seq_length() == 3
         model(tokens(2, 1), past_key_values=cache)
