@@ -1,6 +1,8 @@
 """Measured costs of an arm and the control: time and memory of a training step, and cache growth. Two models take turns
 A B B A in one process on the same batches, and each A B B A gives one ratio, so that other load slows both. On a CPU
 with one thread the clock is that thread's CPU time.
+
+`plan.py` decides whether a measurement is made again (`read_measured`): if its recipe differs in more than the data.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Continuous batching: sequences join and leave between tokens, and each sequence gets the same tokens as when it is
-generated alone.
+generated alone. `generate.py` makes the batches of `fathom generate`, and decides which prompts run separately.
 
 A row's prompt is read in chunks, then it joins; one step makes one token for every row that has joined. The kind of
 cache depends on the model:

@@ -1,4 +1,8 @@
-"""The compressed cache of a model, one memory per layer; it accepts unbroken sequences, padded on the left only."""
+"""The compressed cache of a model, one memory per layer; it accepts unbroken sequences, padded on the left only.
+
+Layers that read an earlier layer's keys (Gemma 3n, Gemma 4) read its compressed entries, since transformers hands on
+what `update` returned. `memory.py` decides when a layer's memory is compressed.
+"""
 
 from __future__ import annotations
 

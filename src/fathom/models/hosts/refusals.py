@@ -1,8 +1,9 @@
 """Checks that refuse what a hosted decoder (a family's own layers) does not support, with one-line errors.
 
 `arrangement.py` refuses padding inside a text, and padding after a stored state.
+
 These checks concern mechanisms. `checkpoints/families/layouts.py` refuses configurations of the families themselves,
-such as Gemma 4 with shared keys.
+such as Gemma 4 with shared keys, and `keys.py` next to it keys of `config.json`, such as an unread `sliding_window`.
 """
 
 from __future__ import annotations
