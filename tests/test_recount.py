@@ -39,7 +39,7 @@ def test_the_verdict_is_that_of_the_log() -> None:
         assert low.startswith("−") and high.startswith("+") and "**Result: not decided.**" in page
         assert f"{mean:+.2f}" in page and low in page and high in page, size
     front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
-    assert "is not decided: +0.04 (−0.26 to +0.34) nats" in front and "from −0.26 to +0.34" in page
+    assert "by +0.04 (−0.26 to +0.34) nats more with experts" in front and "from −0.26 to +0.34" in page
 
 
 def test_the_registered_analysis_is_that_of_the_experiment(monkeypatch: pytest.MonkeyPatch) -> None:

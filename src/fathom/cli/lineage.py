@@ -371,7 +371,7 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
         a: A local model.
         out: Directory to create.
         kind: Changes to make, in the given order: any of permute, rotate, gain, plane, head, neuron, scale.
-        seed: Random seed of all changes.
+        seed: Random seed of the changes of --kind.
         dtype: Precision of the copy: float32 or float64.
     """
 

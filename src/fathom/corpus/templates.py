@@ -174,5 +174,5 @@ class ConversationEncoder:
     def _id(self, token: str) -> int:
         found = self._eos if token == END else self._tokenizer.token_to_id(token)
         if found is None:
-            raise DataError(f"the tokenizer has no token {token}")
+            raise DataError(f"the template needs the token {token}, which the tokenizer lacks")
         return int(found)

@@ -121,7 +121,10 @@ def _options(part: Mechanism, text: str) -> dict[str, object]:
 def _layers(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip())
     if match is None or int(match[1]) > int(match[2] or match[1]):
-        raise SettingsError(f"layers={text}: allowed: FIRST-LAST, counted from 0, as in 12-16")
+        raise SettingsError(
+            f"layers={text}: allowed: one layer, as in 12, or FIRST-LAST with FIRST not above LAST, as in 12-16; "
+            "layers count from 0"
+        )
     return int(match[1]), int(match[2] or match[1])
 
 

@@ -382,7 +382,7 @@ class Service:
 
 
 def _check(rules: FieldRules) -> None:
-    """Reject a request with an error for the first of its fields that is not allowed."""
+    """Reject a request whose fields break a rule; the error names the first such field and what it allows."""
     for field, (allowed, message) in rules.items():
         if not allowed:
             raise wrong(field, message)
