@@ -37,7 +37,7 @@ def test_without_shares_or_budget() -> None:
     budget = plan_budget({"a": 3000, "b": 1000, "none": 0}, {}, None, 4)
     assert budget.weights == {"a": 3, "b": 1} and budget.tokens == 4000
     assert budget.epochs == {"a": 1.0, "b": 1.0}
-    with pytest.raises(DataError, match=r"mix\.shares\.b: no tokens of this collection are left") as raised:
+    with pytest.raises(DataError, match=r"mix\.shares\.b: this collection has no training tokens left") as raised:
         plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
     assert raised.value.exit_code == 2
 

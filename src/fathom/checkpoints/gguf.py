@@ -60,7 +60,7 @@ class _Cursor:
         try:
             return self.take(self.scalar("Q")).decode("utf-8")
         except UnicodeDecodeError:
-            raise ModelError(f"{self.file}: a name is not UTF-8") from None
+            raise ModelError(f"{self.file}: a string in the header is not UTF-8") from None
 
     def count(self, code: str = "Q") -> int:
         value = self.scalar(code)

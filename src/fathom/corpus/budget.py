@@ -38,7 +38,9 @@ def plan_budget(
     """
     for name in shares:
         if not available.get(name):
-            raise DataError(f"mix.shares.{name}: no tokens of this collection are left")
+            raise DataError(
+                f"mix.shares.{name}: this collection has no training tokens left after filters and held-out text"
+            )
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:
         raise DataError("no tokens are left to train on in any collection")

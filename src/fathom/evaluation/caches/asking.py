@@ -39,8 +39,8 @@ def make_prompts(
     texts: Sequence[str],
     count: int,
 ) -> tuple[list[Prompt], dict[str, str]]:
-    """`count` questions, spread evenly over tasks, places of the question and numbers of compressions; and the tasks
-    that are left out because their prompts do not fit.
+    """Up to `count` prompts, spread evenly over tasks, places of the question and numbers of compressions; and the
+    tasks whose prompts do not fit in the length that a number of compressions fixes, with the reason.
 
     Args:
         frame: The tokenizer and its template.

@@ -29,7 +29,8 @@ MARK = "\u2402fathom\u2403"
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of the result tables: a task, a place of the question (outside or inside) and a number of compressions."""
+    """A cell of the result tables: a task, a number of compressions, and whether the last compression reads the
+    question (inside) or comes before it (outside)."""
 
     task: str
     place: str

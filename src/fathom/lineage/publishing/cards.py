@@ -99,8 +99,8 @@ class Hit:
 def in_library(directory: Path) -> list[Path]:
     """The files of a directory whose extension is that of cards, sorted by name."""
     if not directory.is_dir():
-        what = "a file, not a directory" if directory.exists() else "no such directory"
-        raise ModelError(f"{directory}: {what} of cards: `fathom lineage card MODEL` makes them")
+        what = "is a file" if directory.exists() else "does not exist"
+        raise ModelError(f"{directory} {what}; give a directory of cards: `fathom lineage card MODEL` makes cards")
     return sorted(path for path in directory.iterdir() if path.suffix in {".json", ".card"} and path.is_file())
 
 
