@@ -1,4 +1,7 @@
-"""Open the models of runs and comparisons on disk, without importing the training code."""
+"""Open the models of runs and comparisons on disk, without importing the training code.
+
+`newest_checkpoint` chooses the newest checkpoint of a run that is intact.
+"""
 
 from __future__ import annotations
 

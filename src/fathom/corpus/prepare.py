@@ -4,6 +4,8 @@ be resumed.
 The stages `read` and `encode` work in the folder `.prepare` of the output directory, as those of `fathom corpus` do
 in theirs: a killed run loses the tasks that were under way. The shards of their tasks are then written as one corpus,
 in the order of the inputs, so the output does not depend on the number of workers.
+
+`choose_split` in `data/shards.py` decides which documents are held out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`."""
+"""The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`.
+
+`arms.py` decides the steps of each arm under `--equal tokens` and `--equal flops`.
+"""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ out/check/ARM/lr+1/seed-0/          half and twice the learning rate at the larg
 out/claims/                         which process does which task outside the rungs
 out/report.json, .html, runs.jsonl  written from the above alone
 
-`rungs.py` decides the recipes, the seeds and the `as-large-as-` controls, `stages.py` the next runs and how far a law
-is extrapolated, and `multipliers.py` what the report claims.
+`rungs.py` decides the recipes, the seeds and the `as-large-as-` controls. `stages.py` decides the next runs and how far
+a law is extrapolated, and makes and seals the prediction; `multipliers.py` decides what the report claims.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Request bodies and errors in OpenAI's format. Unsupported fields are rejected by name."""
+"""Request bodies and errors in OpenAI's format. Unsupported fields are rejected by name.
+
+`server.py` checks what depends on the model, such as `max_trips` (`Service.trips`).
+"""
 
 from __future__ import annotations
 

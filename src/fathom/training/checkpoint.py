@@ -6,6 +6,7 @@ directory is fsynced before the rename, and `latest` is updated after it. A dire
 complete once, and the manifest shows whether it still is.
 
 `loop.py` refuses a run directory that holds a run of another recipe, and says what to do if it has no checkpoint.
+`checkpoints/runs.py` chooses the newest checkpoint that is intact.
 """
 
 from __future__ import annotations

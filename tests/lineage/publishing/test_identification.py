@@ -51,7 +51,7 @@ def test_a_library_without_a_card_is_no_answer(tmp_path, capsys):
     command = ["lineage", "search", str(tmp_path / "00000.json"), "--library"]
     assert main([*command, str(tmp_path)]) == 0 and cards.search(query, tmp_path)
     assert main([*command, str(tmp_path / "empty")]) == 2 and "no card in it" in capsys.readouterr().err
-    assert main([*command, str(tmp_path / "gone")]) == 2 and "no such directory" in capsys.readouterr().err
+    assert main([*command, str(tmp_path / "gone")]) == 2 and "gone does not exist" in capsys.readouterr().err
 
 
 @pytest.mark.slow
