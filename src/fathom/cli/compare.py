@@ -51,7 +51,7 @@ def add(parser: Parser) -> None:
         "--pairs",
         type=int,
         default=12,
-        help="rounds in which each arm B is timed next to the control A, in the order A B B A; 0 for none "
+        help="rounds in which each arm A is timed next to the control B, in the order A B B A; 0 for none "
         "(default: 12)",
     )
     parser.add_argument(

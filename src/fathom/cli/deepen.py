@@ -218,7 +218,7 @@ def _exit_words(made: Chosen) -> str:
 
 
 def _require_text(text: Sequence[str]) -> None:
-    """Refuse text that cannot be read before a model is opened, which may take minutes."""
+    """Refuse unreadable text early, because opening a model may take minutes."""
     from fathom.evaluation.perplexity import read_domains
 
     read_domains(text, limit=1)

@@ -161,7 +161,7 @@ def _check(options: Namespace) -> None:
     if options.prompt is not None and options.prompts is not None:
         raise SettingsError("a prompt and --prompts FILE exclude each other")
     if options.json and options.prompts is not None and options.out is None:
-        raise SettingsError("--json with --prompts needs --out, because answers and JSON summary would both be printed")
+        raise SettingsError("--json with --prompts needs --out, because answers and summary would both be printed")
     if not_text(options.prompt):
         raise SettingsError("the prompt is not UTF-8")
     if options.batch_size is not None and options.batch_size < 1:

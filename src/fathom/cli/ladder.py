@@ -41,8 +41,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--seeds",
         metavar="N[,N...]",
-        help="new, larger number of seeds for each model size (or one number for all sizes) of an existing "
-        "ladder, for all arms; resumes the ladder, and the report records the date",
+        help="new number of seeds for each model size (or one number for all sizes) of an existing ladder, for all "
+        "arms: none smaller than before, at least one larger; resumes the ladder, and the report records the date",
     )
     parser.add_argument(
         "--until",

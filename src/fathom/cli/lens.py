@@ -68,7 +68,7 @@ def run(options: Namespace) -> int:
             )
         first = first or tokenizer
         if not isinstance(model, FathomForCausalLM):
-            raise SettingsError(f"{path}: the lens needs a FathomForCausalLM, this model is a {type(model).__name__}")
+            raise SettingsError(f"the lens needs a FathomForCausalLM, but {path} is a {type(model).__name__}")
         visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
         with ProgressBar(f"looking through {name_of(path)}", visits) as bar:
             looked.append(look(model, tokenizer, text, options.top, options.max_tokens, name_of(path), bar.update))

@@ -108,7 +108,8 @@ class Choices:
     """The options of `compare`: how much of the two models it reads, and which samples it draws."""
 
     mode: str = "fast"
-    """how much is compared: fast (768 channels, and only some layers of large models) or exact (everything)"""
+    """how much is compared: fast (768 channels, and only some layers of large models) or exact (all channels, scores of
+    all layers)"""
     seed: int = 0
     """random seed that chooses the sampled channels"""
     nonce: int | None = None
@@ -132,7 +133,7 @@ def compare(
     Args:
         a: The first model: a directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
         b: The second model; the order of the two does not say which came first.
-        control: Unrelated models of the same kind, for reference; without any control no score counts as high.
+        control: Unrelated models of the same kind, for reference; without control or null file no score counts as high.
         null: Null file of `fathom lineage calibrate` (scores of unrelated models), in place of or next to controls.
         out: Directory for report.json, report.html and the portraits.
         exit_code: End with an exit code for the verdict: 10 shared lineage, 11 partial, 12 inconclusive, 13 shared
@@ -456,7 +457,8 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     Args:
         models: At least two unrelated models; the strictest null file comes from models that differ only in seeds.
         out: The null file to write, with the scores of the unrelated models.
-        mode: How much is compared: fast (768 channels, and only some layers of large models) or exact (everything).
+        mode: How much is compared: fast (768 channels, and only some layers of large models) or exact (all channels,
+            scores of all layers).
         seed: Random seed of all samples that the command draws.
     """
 
