@@ -61,7 +61,8 @@ class Options:
     """Options of a comparison: how much of the two models to read, and the seeds of random choices.
 
     Attributes:
-        mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all.
+        mode: `fast` samples 768 channels and, for large models, some layers; `exact` takes all, but tests T4 and T5
+            look at eight layers of large models.
         seed: Seed of the samples of channels and of the sketches.
         nonce: Draws the layers and neurons that matching tests look at; drawn afresh by default, so that nobody can
             prepare a model for them. The report prints it, and the same nonce repeats the comparison.
