@@ -36,7 +36,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Gap:
-    """A variant's difference in validation loss to the control variant."""
+    """A variant's difference in validation loss from the control variant."""
 
     mean: float
 

@@ -36,8 +36,8 @@ def read_hashes(directory: Path) -> dict[str, str]:
 
 
 def changed(directory: Path) -> str | None:
-    """The first weight file that differs from its hash in `weights.sha256`, in words; None if none does or there are no
-    hashes."""
+    """A message about the first weight file that is missing or differs from its hash in `weights.sha256`; None if all
+    match or there are no hashes."""
     for name, expected in read_hashes(directory).items():
         file = directory / name
         if file.is_file() and digest(file).sha256 == expected:

@@ -332,7 +332,10 @@ def _recipe_of(directory: Path) -> Blocks:
 
 def _refuse_adapters(run: Path) -> None:
     if _adapters(run):
-        raise ModelError(f"{run} trains LoRA adapters, which are merged when the run finishes: finish the run first")
+        raise ModelError(
+            f"{run} trains LoRA adapters, which are merged only when the run finishes: open the finished run, not "
+            "a checkpoint"
+        )
 
 
 def _adapters(run: Path) -> bool:

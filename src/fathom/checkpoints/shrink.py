@@ -152,7 +152,7 @@ def _original_context(full: PreTrainedConfig) -> int | None:
 
 def _lengths(full: PreTrainedConfig) -> dict[str, int]:
     """The small copy's lengths: the context, the context before RoPE scaling, and the sliding window. If the class has
-    none, one as long as the context is not shortened."""
+    no such key, a window that is at least as long as the context is not shortened."""
     context, original, lengths = full.max_position_embeddings, _original_context(full), {}
     if original is None:
         lengths["max_position_embeddings"] = min(SHORT, context)

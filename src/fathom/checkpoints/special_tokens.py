@@ -44,8 +44,7 @@ def as_field(ids: Sequence[int]) -> Ids:
 
 
 def unknown_token(ids: Iterable[int], model: PreTrainedModel) -> str | None:
-    """An error message if a model has no embedding for one of these tokens of its tokenizer; None otherwise. None if it
-    can."""
+    """An error message if a model has no embedding for one of these tokens of its tokenizer; None otherwise."""
     size, largest = model.config.get_text_config(decoder=True).vocab_size, max(ids, default=0)
     if largest < size:
         return None

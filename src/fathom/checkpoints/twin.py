@@ -66,8 +66,8 @@ def write_twin(config: Values, directory: Path, seed: int = 0) -> None:
 
 
 def runs_in_sdpa(theirs: type[PreTrainedModel], config: Values) -> bool:
-    """Whether a transformers class gives the same results with SDPA as with eager attention. The Gemma 2 of some
-    versions says so, and drops its softcap there."""
+    """Whether a transformers class gives the same results with SDPA as with eager attention. In some
+    versions Gemma 2's class claims to support SDPA, and drops its softcap there."""
     return bool(theirs._supports_sdpa) and not getattr(read_as_class(config), "attn_logit_softcapping", None)
 
 

@@ -5,8 +5,8 @@ Nothing here changes the forward pass. Hooks on the mixers take what the mixer w
 that. Hooks on the layers read the residual stream after every visit (one layer in one iteration) and send it through
 the model's last norm and head (the logit lens).
 
-Of several Jacobi rounds (`ponder2`, `ponder3`) the final one is shown; `prefill` in `pondering.py` chooses between
-rounds and the exact pass.
+Of several Jacobi rounds (`ponder2`, `ponder3`) the final pass is shown; the option `prefill` (`pondering.py`) chooses
+between a few rounds and as many as make it exact.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def look_at(
     """
     size = model.config.vocab_size
     if not tokens or not all(0 <= token < size for token in (*tokens, said)):
-        raise SettingsError(f"tokens: allowed: one or more token ids from 0 to {size - 1}")
+        raise SettingsError(f"tokens: allowed: one or more token ids from 0 to {size - 1}; said: one of these ids")
     if len(tokens) > model.config.max_position_embeddings:
         raise SettingsError(f"tokens: allowed: at most {model.config.max_position_embeddings}, this model's context")
     device = model.device

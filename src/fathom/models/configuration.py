@@ -143,7 +143,10 @@ class FathomConfig(DecoderConfig):
             for rope in [whole[kind] for kind in self.layer_types] if self.rope_by_layer_type else [whole]:
                 part = 1.0 if rope.get("rope_type") == "proportional" else rope.get("partial_rotary_factor", 1.0)
                 if (turned := int(self.head_dim * part)) % 2 or turned < 2:
-                    raise ValueError(f"head_dim ({self.head_dim}): the rotated channels must be even, got {turned}")
+                    raise ValueError(
+                        f"head_dim ({self.head_dim}): RoPE must rotate an even number of channels, 2 or more, "
+                        f"got {turned}"
+                    )
 
     def _check_experts(self) -> None:
         """Refuse numbers of experts that cannot be built, such as more experts per token than experts."""

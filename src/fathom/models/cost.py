@@ -159,7 +159,7 @@ def _stages(config: FathomConfig, rounds: int) -> list[int]:
 
 
 def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> float:
-    """FLOPs of a training step; n Jacobi rounds of K + 1 iterations cost Σ m + (n + 1)(K + 1) forward passes, and
+    """FLOPs of training per token; n Jacobi rounds of K + 1 iterations cost Σ m + (n + 1)(K + 1) forward passes, and
     attention Σ m² + (n + 1)(K + 1)²."""
     sizes = _stages(config, rounds)
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)

@@ -30,7 +30,7 @@ class Reader:
 
     def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
         """The values of Fathom's configuration for another family's `config.json`; raises a one-line `ValueError`
-        otherwise.
+        if it cannot be opened.
 
         Args:
             theirs: `config.json`, parsed.

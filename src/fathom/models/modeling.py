@@ -483,7 +483,7 @@ class FathomModel(FathomPreTrainedModel):
         copy_flags(self, type(host))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign a module under Fathom's name for it or the family's."""
+        """Assign a module, by Fathom's name for it or the family's, under the name that the family has for it."""
         super().__setattr__(self.names.get(name, name) if isinstance(value, nn.Module) else name, value)
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -766,7 +766,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         if self.model.slotted and cache is None and torch.is_grad_enabled():
             if use_cache:
                 raise ValueError(
-                    "this cache is written in place, which autograd cannot follow: call under torch.no_grad()"
+                    "this model's cache is written in place, which autograd cannot follow: call under torch.no_grad()"
                 )
             use_cache = False
         if use_cache is None and cache is None and self.model.recurrence.view is View.ALL:

@@ -1,5 +1,5 @@
-"""Source files to copy into an exported model, and mechanisms from other packages, found by `add_mechanism` or entry
-point.
+"""Source files to copy into an exported model, and mechanisms from other packages, added by `add_mechanism` or found
+by entry point.
 
 An export is flat, since transformers copies a checkpoint's code by the names of its files. So the name of every file in
 this folder is unique, and `exported` rewrites their imports.

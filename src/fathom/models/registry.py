@@ -121,7 +121,7 @@ def resolve_options(config: DecoderConfig, axis: str) -> dict[str, object]:
 
 
 def check_trips(config: DecoderConfig) -> None:
-    """Refuse a mixer that reads sources from earlier iterations if there is only one, under the view ALL (all
+    """Refuse a mixer that reads sources from earlier iterations without a recurrence, under the view ALL (all
     iterations are solved at once), or if later iterations make no values."""
     recurrence = recurrence_class(config)
     crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence.sees(config).depth_parallel
@@ -136,7 +136,7 @@ def check_trips(config: DecoderConfig) -> None:
 
 
 def check_visits(config: DecoderConfig) -> None:
-    """Refuse `per_visit` with a single iteration, if all iterations are computed in one pass, or if a forward pass may
+    """Refuse `per_visit` without a recurrence, if all iterations are computed in one pass, or if a forward pass may
     make more iterations than there are parameters for."""
     recurrence = recurrence_class(config)
     if not config.residual_options.get("per_visit"):

@@ -19,8 +19,8 @@ def switches(theirs: PreTrainedConfig) -> Values:
     head = theirs.hidden_size // theirs.num_attention_heads
     if getattr(theirs, "head_dim", None) not in (None, head):
         raise ValueError(
-            f"head_dim={theirs.head_dim}: allowed in a gpt_neox model: hidden_size / num_attention_heads; RoPE would "
-            "rotate a different part of each head"
+            f"head_dim={theirs.head_dim}: must be hidden_size / num_attention_heads ({head}) in a gpt_neox model, or "
+            "RoPE would rotate a different part of each head"
         )
     return {
         "norm": "layer",

@@ -1,7 +1,7 @@
 """The families whose layers Fathom runs as transformers' own modules: one layout for each kind of layer.
 
-Models are refused here whose layers read more than the previous layer's output: Gemma 4 whose layers have inputs of
-their own or share keys. `keys.py` refuses keys of `config.json` one by one.
+Gemma 4 models whose layers read more than the previous layer's output (inputs of their own, or the keys of another
+layer) are refused here. `keys.py` refuses keys of `config.json` one by one.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Lumia(Published):
         return super().owns(config) and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
 
     def tensors(self, directory: Path, config: FathomConfig) -> dict[str, Piece]:
-        """The tensors under Fathom's names; they show which variant of attention residuals it is, which is set in
+        """The tensors under Fathom's names. They show the variant of attention residuals, which is then set in
         `config`."""
         found = read_tensors(directory, (), (DEAD,), config)
         if config.residual == "attention_residuals":  # only the snapshot has a bias

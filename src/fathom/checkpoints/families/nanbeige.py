@@ -50,7 +50,7 @@ def configuration(config: Values) -> Values:
         if config.get("enable_double_loop_split"):
             raise ValueError(
                 "enable_depth_attention with enable_double_loop_split is not supported: Nanbeige's configuration says "
-                "that each depth source is read once, its code reads each in every loop iteration"
+                "that each depth source is read once, but its code reads each in every loop iteration"
             )
         stride = config.get("depth_attention_stride") or layers // 2
         grid = {"across_trips": "grid"} if loop else {}

@@ -1,4 +1,4 @@
-"""The base of readers of released checkpoints that have a depth mechanism, such as a loop or pondering."""
+"""The base of readers of released checkpoints that have a depth mechanism, such as a loop or depth attention."""
 
 from __future__ import annotations
 

@@ -51,8 +51,7 @@ class BlendOptions(MechanismOptions):
     gates: Literal["layer", "head", "channel"] = "layer"
     """For `blend: learned`: one λ and one gain per layer, per head (mixers only) or per channel."""
     blend_steps: int = 0
-    """Training steps over which λ rises from 0 to `blend`; 0 keeps λ constant. A saved
-    model holds the current λ."""
+    """Training steps over which λ rises from 0 to `blend`; 0 keeps λ constant. A saved model holds the current λ."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a `blend` outside 0 … 1, negative `blend_steps`, and `gates` that the mechanism cannot have."""
@@ -78,7 +77,7 @@ class BlendOptions(MechanismOptions):
 
 
 class Blended(MechanismModule):
-    """Base class of mechanisms with a blending weight λ; list it before `ValueMixer` or `Residual` among the bases."""
+    """Base class of mechanisms with a blending weight λ; list it first among the bases, before the axis's class."""
 
     def __init__(self, config: DecoderConfig, *place: int) -> None:
         super().__init__(config, *place)
@@ -109,7 +108,7 @@ class Blended(MechanismModule):
         return self.blend is not None or self.blend_gates is not None
 
     def init_weights(self, std: float) -> None:
-        """Also set learned gates to zero and a constant λ to its initial value, since checkpoints do not contain it."""
+        """Also set learned gates to zero, and any other λ to its current value, since checkpoints do not contain it."""
         super().init_weights(std)
         if self.blend_gates is not None:
             self.blend_gates.close()

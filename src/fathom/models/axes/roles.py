@@ -91,8 +91,8 @@ class MechanismOptions:
 
     @classmethod
     def of(cls: type[Own], config: DecoderConfig) -> Own:
-        """Read this class's fields from the options in `config`; a base class so reads its part of a mechanism's
-        options."""
+        """Read this class's fields from the options in `config`; a base class thus reads its part of a
+        mechanism's options."""
         given = getattr(config, f"{cls.axis}_options")
         return cls(**{field.name: given[field.name] for field in fields(cls)})
 

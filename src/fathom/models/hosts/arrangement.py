@@ -57,8 +57,8 @@ def of_documents(position_ids: Tensor, batch: int) -> Arrangement | None:
 
 
 def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
-    """The order that puts each sequence's padding before its tokens, from a mask `[B, past + T]`; None if nothing is
-    padded.
+    """The order that puts each sequence's padding before its tokens, from a mask `[B, past + T]`; None without padding
+    among the new tokens.
 
     Args:
         mask: Which tokens are none of padding.
@@ -86,7 +86,7 @@ def of_padding(mask: Tensor, length: int, stores: bool) -> Arrangement | None:
 
 
 def check_windows(mask: object, window: int) -> None:
-    """Refuse padding between a text's tokens if it is longer than the sliding window, which would count padding as
+    """Refuse padding between the tokens of a text that is longer than a layer's window, which would count padding as
     tokens.
 
     Raises:

@@ -1,4 +1,4 @@
-"""In families whose layers rotate queries and keys differently or not at all, mixers score them without rotation.
+"""Where layers rotate queries and keys differently, or some not at all, mixers score them without rotation.
 
 Scores between rotated queries and keys of two such layers would depend on a token's position. A family's attention
 hands over rotated ones. Its own function turns them back: angles a stand for a factor r e^{ia} (r is 1 but for some

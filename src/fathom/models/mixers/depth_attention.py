@@ -110,8 +110,8 @@ class DepthAttention(GridMixer):
         return blend
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Stored:
-        """The mixed value ṽ, or mixed key k̃ and value ṽ with `mixes`; the input tensors themselves if there is no
-        source."""
+        """The mixed value ṽ, or with `mixes` other than `value` the mixed key k̃ and the value; the layer's own value if
+        there is no source."""
         if self.blend_gates is not None:
             return self.with_gates(query, value, sources)
         if not sources:

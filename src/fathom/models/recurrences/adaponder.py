@@ -22,7 +22,7 @@ those with frac(t φ) below the share, φ the golden ratio, which spreads any sh
 
 With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every iteration repeats the first one, whatever the gates say.
 
-By default halted tokens are computed and discarded; with `skip_dead_rows` they are left out (`roles.py` chooses,
+Training computes halted tokens and discards them; with `skip_dead_rows` it leaves them out (`roles.py` chooses,
 `walk.py` does it).
 """
 

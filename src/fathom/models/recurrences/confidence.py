@@ -47,7 +47,7 @@ class ConfidenceExit(Recurrence):
 
     @classmethod
     def stops(cls, config: DecoderConfig) -> bool:
-        """Whether tokens may halt early, because `exit_confidence` is set or by the base class."""
+        """Whether tokens may halt early, because `exit_confidence` is set or as the base class decides."""
         return ConfidenceOptions.of(config).exit_confidence is not None or super().stops(config)
 
     @staticmethod

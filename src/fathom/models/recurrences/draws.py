@@ -30,7 +30,7 @@ class DrawnOptions(RecurrenceOptions):
     trips_range: list | None = None
     """`[least, most]`: in training, `trips` is drawn anew for every step."""
     seed: int | None = None
-    """Seed of all random draws of a training step; training sets it anew for every step."""
+    """Seed of all random draws of training, which differ by step; null: training sets it to `train.seed`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a range without `trips`."""

@@ -13,7 +13,8 @@ With h_k the readout after iteration k, counted from 0, K the last iteration, an
 All iterations of all tokens are made, because later tokens read the keys and values of each iteration. So a threshold
 changes what is read out and not what it costs, and decoding equals prefill.
 
-`looping.py` refuses the options of a loop that exclude an exit gate (`coda`, `damping`, `blend`, `early_loss`).
+`looping.py` refuses the options of a loop that exclude an exit gate (`coda`, `damping`, `blend`, `growth`,
+`early_loss`, `exit_confidence`).
 """
 
 from __future__ import annotations

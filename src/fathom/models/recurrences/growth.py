@@ -5,8 +5,7 @@ With s of S steps made, K the option `trips`, a = `growth_from` and c = `growth_
     trips(s) = a + ⌈(K - a) f(min(1, s / (c S)))⌉          f(t) = t (`linear`), or 1 - √(1 - t) (`sqrt`)
 
 `sqrt`, slow first, is the curriculum of arXiv 2511.07384. With `trips_range` the number is drawn up to trips(s). A new
-iteration opens over `growth_open` of the steps: λ rises from 0 at the first step with that iteration, and the loop ends
-at
+iteration opens over `growth_open` of the steps: λ rises from 0 at the first step with it, and the loop ends at
 
     x_{k-1} + λ (x_k - x_{k-1})          k is the last iteration, x_k what the looped layers leave after it
 

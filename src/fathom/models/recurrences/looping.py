@@ -28,8 +28,8 @@ With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the pla
 and there is a gain γ: (1 + γ) g(x_0) + λ (x_K - g(x_0)); both start at zero. δ = 1/K integrates the looped
 layers over the time for which they were trained.
 
-Gradients flow through all iterations; `gradient_passes` (`pondering.py`, `slots.py`) is for those that see every
-iteration.
+Gradients flow through all iterations; `gradient_passes` (`pondering.py`, `slots.py`) is for recurrences whose tokens
+read every iteration (view ALL).
 
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
 readout has one more matrix; here the first iteration starts from e as it is).

@@ -1,5 +1,5 @@
-"""`ponder` (PonderingLM): the model's next-token distribution is added to its input, several times before it
-predicts.
+"""`ponder` (PonderingLM): before it predicts, a model adds a mixture of embeddings, weighted by its own next-token
+distribution, to its input, several times.
 
 The recurrence:
 

@@ -41,7 +41,7 @@ class SolverOptions(RecurrenceOptions):
     """How evaluation and prefill read a text: `jacobi` approximates token-by-token decoding in parallel rounds; `exact`
     gives the same numbers as token-by-token decoding, and costs as much."""
     seed: int | None = None
-    """Seed of all random draws of a training step; training sets it anew for every step."""
+    """Seed of all random draws of training, which differ by step; null: training sets it to `train.seed`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse invalid settings of the solver."""
@@ -57,7 +57,7 @@ class MixtureOptions(RecurrenceOptions):
     """Options of recurrences that feed back a mixture of the vocabulary."""
 
     top_k: int = 100
-    """Number of tokens in the mixture, renormalised; 0 for the whole vocabulary."""
+    """Number of likeliest tokens in the mixture, with renormalised weights; 0 for the whole vocabulary."""
     temperature: float = 1.0
     """Temperature of the mixture's softmax."""
     mixture_gain: float = 1.0
@@ -77,7 +77,7 @@ class SampleOptions(RecurrenceOptions):
     penalty_token_fraction: float = 0.125
     """Share of the tokens on which the penalty is measured, drawn for every step."""
     seed: int | None = None
-    """Seed of all random draws of a training step; training sets it anew for every step."""
+    """Seed of all random draws of training, which differ by step; null: training sets it to `train.seed`."""
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse a sample of nothing."""

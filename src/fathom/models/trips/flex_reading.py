@@ -5,7 +5,7 @@ A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the 
 of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with
 some.
 
-`walk.py` decides when FlexAttention is refused, and `training/build.py` refuses it for training on a CPU.
+`walk.py` decides when FlexAttention is refused, and `training/build.py` refuses it for training on a CPU or MPS.
 """
 
 from __future__ import annotations

@@ -425,7 +425,7 @@ class SlotTable(Table):
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0) -> Tensor:
-    """A larger buffer `[B + more, capacity + 1, ...]` that starts with the first `used` positions of the old one."""
+    """A new buffer `[B + more, capacity + 1, ...]` that starts with the first `used` positions of the old one."""
     new = buffer.new_full((len(buffer) + more, capacity + 1, *buffer.shape[2:]), fill)
     new[: len(buffer), :used] = buffer[:, :used]
     return new

@@ -101,7 +101,7 @@ def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
 
     Args:
         cache: A cache of one iteration, or one that has its banks already.
-        trips: Number of iterations.
+        trips: The visits of each iteration, as in a plan.
     """
     if len(trips) == 1 and len(cache.layers) == len(trips[0]):
         return cache  # at every decoded token of most models

@@ -3,12 +3,12 @@ stores.
 
 If no iteration reads another one (view SAME, no halting), every iteration is an ordinary forward pass with its own
 bank, and any Hugging Face cache works (`Banked`); a model of one iteration is the simplest case. Otherwise there are
-two cases. Without a cache (training), keys and values of earlier iterations enter each layer as tensors (`Dense`;
-`Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side (`Interleaved`). With a
-cache (inference), they are in the slot cache (`Stored`).
+two cases. Without a cache (training, evaluation), keys and values of earlier iterations enter each layer as tensors
+(`Dense`; `Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side
+(`Interleaved`). With a cache (inference), they are in the slot cache (`Stored`).
 
 `slots.py` has the solvers, `sweep` and `jacobi`, and the plan of layers. FlexAttention is refused here for gradients on
-a CPU and for a static cache of slots.
+a CPU or MPS, and for a static cache of slots.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class TripMaker:
 
     @property
     def by_rule(self) -> bool:
-        """Whether FlexAttention is the backend, which takes a `ReadingRule` instead of a mask."""
+        """Whether the model has slots that FlexAttention reads, by a `ReadingRule` instead of a mask."""
         return self.model.slotted and self.model.config._attn_implementation == FLEX
 
     def make(self, turn: Turn, masks: Mapping[str, object], **reading: Any) -> Passed:
@@ -443,8 +443,8 @@ class Noting:
 
 
 class Dense(TripMaker):
-    """Training with halting (view SAME) or view DUO: every iteration is computed for every token, and discarded for
-    halted tokens."""
+    """View SAME with halting, or view DUO, without a cache: every iteration is computed for every token, and discarded
+    for halted tokens."""
 
     def __init__(self, model: Decoder, inputs: Inputs, x: Tensor, cache: None = None) -> None:
         super().__init__(model, inputs)
