@@ -39,7 +39,8 @@ def plan_budget(
     for name in shares:
         if not available.get(name):
             raise DataError(
-                f"mix.shares.{name}: this collection has no training tokens left after filters and held-out text"
+                f"mix.shares.{name}: this collection has no training tokens left: its text was unreadable, dropped or "
+                "held out"
             )
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:

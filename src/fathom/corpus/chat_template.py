@@ -101,7 +101,7 @@ class TokenizerTemplate:
         return trained
 
     def _end_of_turn(self, after: str, start: int) -> int:
-        """The position behind the special token that ends an answer."""
+        """The position after the special token that ends an answer."""
         found = self._tokens.search(after)
         if found is None or after[: found.start()].strip():
             raise DataError("the chat template ends an answer without a special token")

@@ -1,7 +1,7 @@
 """Conversations: converts rows of several chat formats into one format, a list of messages.
 
-`clean.py` keeps the text of messages as it is written, outer spaces included; `exports.py` writes preference pairs for
-TRL.
+`clean.py` keeps the text of messages as it is written, outer spaces included, except for private data that
+`normalize.mask` replaces. `exports.py` writes preference pairs for TRL.
 """
 
 from __future__ import annotations

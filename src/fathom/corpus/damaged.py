@@ -217,8 +217,8 @@ class Near:
         return pair.at - behind.said, pair.at + ahead.said
 
     def answer(self, benchmark: int, item: int, said: Said, end: int) -> int:
-        """The number of words from the question's end to its answer's end, if nearly this answer follows the question;
-        else 0."""
+        """The number of words from the question's end to its answer's end, if the answer, or nearly the same text,
+        follows; else 0."""
         for gold in self._items[benchmark][item].golds():
             wanted = plain(folded(gold).text).split()[:ANSWER]
             for first, word in enumerate(islice(said.after(end), ANSWER if len(wanted) >= SEED else 0)):

@@ -308,8 +308,8 @@ Sides = tuple[Numbers, ...]
 
 
 def _alike(one: Sides, other: Sides) -> float:
-    """The similarity of two documents, or of two conversations (the lower one of their trained and their other
-    messages); 0 between a document and a conversation."""
+    """The similarity of two documents, or of two conversations (the lower of the similarities of their trained messages
+    and of their other messages); 0 between a document and a conversation."""
     return min(map(jaccard, one, other)) if len(one) == len(other) else 0.0
 
 

@@ -1,4 +1,4 @@
-"""Executors, which run a stage's tasks: on processes of this machine, or by datatrove's schedulers.
+"""Executors, which run a stage's tasks: in processes on this machine, or through datatrove's schedulers.
 
 An executor gets the directory of a corpus, a stage and the numbers of tasks in the plan file there. Tasks write their
 results to disk, so nothing is returned, and the results do not depend on the executor.

@@ -53,8 +53,8 @@ NOT_LATIN = re.compile(r"[^A-Za-z]+")
 
 @dataclass(frozen=True)
 class Folded:
-    """A folded text, and for each of its characters the position in the original text; no positions if the two texts
-    are equal."""
+    """A folded text, and for each of its characters the position in the original text (None if every character
+    has kept its position)."""
 
     text: str
     places: NDArray[np.int64] | None = None

@@ -45,7 +45,7 @@ def whole(item: Item) -> str:
 
 
 def listed(item: Item, mark: str = "A.") -> str:
-    """An item's choices, one on each line, each behind `mark` with its `A` or `1` replaced by the choice's label."""
+    """An item's choices, one on each line, each after `mark` with its `A` or `1` replaced by the choice's label."""
     labels = LETTERS if "A" in mark else "123456789" + LETTERS
     first = "A" if "A" in mark else "1"
     return "\n".join(f"{mark.replace(first, labels[n])} {choice}" for n, choice in enumerate(item.choices[:26]))
@@ -57,7 +57,7 @@ def every(text: str, share: int, change: Callable[[str], str]) -> str:
 
 
 def put(text: str, share: int, between: str) -> str:
-    """A text with `between` inserted behind every `share`-th word."""
+    """A text with `between` inserted after every `share`-th word."""
     return every(text, share, lambda word: f"{word}{between}")
 
 

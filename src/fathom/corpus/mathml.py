@@ -123,8 +123,8 @@ def _shown(element: Element) -> str:
 
 
 def _row(element: Element, parts: Sequence[str]) -> str:
-    """The text of an element's children, joined in one line. Digits that are set so are one number; a fraction stands
-    apart."""
+    """The text of an element's children, joined in one line. Digits of adjacent `mn`, `mo` and script elements are
+    one number; a fraction stands apart."""
     text, before = element.text or "", ""
     for child, part in zip(element, parts, strict=True):
         name, shown = _name(child), part if part.strip() or part == " " else ""

@@ -298,8 +298,8 @@ def _paragraphs(element: Element | None) -> Iterator[Element]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences of a paragraph, without those that do not begin with a capital or do not end with `.`, `!` or
-    `?`."""
+    """The sentences of a paragraph, without headings and without those that do not begin with a capital or do not end
+    with `.`, `!`, `?`, `.”` or `.)`."""
     start = 0
     for end in [*(match.end() for match in END.finditer(text)), len(text)]:
         piece = text[start:end].strip()

@@ -87,7 +87,7 @@ def _joined(between: str, one: _Run | None, other: _Run) -> str:
 
 
 def _neighbour(page: Any, text: str, place: int, step: int) -> _Run | None:
-    """The nearest character, other than white space, before or after a word, on the word's line or the next one."""
+    """The nearest character other than white space before or after a word, even if it is on another line."""
     at = place - 1 if step < 0 else place
     while 0 <= at < len(text) and text[at].isspace():
         at += step

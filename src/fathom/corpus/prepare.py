@@ -185,9 +185,9 @@ def _settings(
 
 
 def _checked_inputs(settings: PrepareSettings, out: Path) -> tuple[PrepareSettings, list[Source], str]:
-    """The settings and the inputs; the first document of each input is read, so that a wrong field or a damaged file is
-    reported at once. A single text file is divided into several documents if some are to be held out; the text says
-    into what."""
+    """The settings and the inputs; the first document of each local input is read, so that a wrong field or a damaged
+    file is reported at once. A single text file is divided into several documents if some are to be held out; the text
+    says into what."""
     sources, divided = settings.sources(out), ""
     settings = replace(settings, input_bytes=sum(source.size for source in sources))
     only = sources[0].paths[0] if len(sources) == 1 and len(sources[0].paths) == 1 else None

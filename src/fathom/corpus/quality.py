@@ -65,7 +65,8 @@ def broken_rules(text: str, limits: Filter, language: str = ENGLISH) -> list[Bro
 
 
 def measures(text: str, limits: Filter, language: str = ENGLISH) -> Iterator[tuple[str, float]]:
-    """(rule, value) for each rule that is enabled and that can judge a text in this language."""
+    """(rule, value) for each rule that can judge a text in this language, also for some that are off, which
+    `broken_rules` skips."""
     words = words_of([text])
     count = len(words.numbers)
     yield "min_words", count

@@ -43,7 +43,8 @@ class Collection(Section):
     license: str = "unknown"
     """licence of those documents that do not name their own licence"""
     priority: int = 0
-    """priority of the collection: of near-duplicates, the one whose collection has the highest priority is kept"""
+    """priority of the collection: of duplicates, exact or near, the one whose collection has the highest priority is
+    kept"""
     text_field: str = "text"
     """the JSON field or Parquet column that holds the text; * takes all values of a record, each on a line"""
     separator: str | None = None

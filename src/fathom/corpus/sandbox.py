@@ -108,8 +108,8 @@ def _answered(kind: str, path: Path, request: Mapping[str, Any]) -> Extracted | 
 
 
 def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
-    """The result of reading a file; if a library raises an exception, the result is a failure status, and the run
-    continues."""
+    """The result of reading a file; if a library raises an exception other than ImportError, the result is a failure
+    status, and the run continues."""
     try:
         found = EXTRACTORS[kind](path, settings)
         if len(found.text.encode("utf-8", "replace")) > settings["max_document_bytes"]:
@@ -127,7 +127,7 @@ def _extracted(kind: str, path: Path, settings: IngestValues) -> Extracted:
 
 
 def page_texts(kind: str, path: Path) -> list[str]:
-    """The HTML source of each page of a file that a reader has read."""
+    """The markup (HTML, TEI or JATS) of each page of a file that a reader has read."""
     return epub.sources(path) if kind == "epub" else [html.decode(path.read_bytes())]
 
 

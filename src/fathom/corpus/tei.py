@@ -150,7 +150,7 @@ class Converter:
 
     def _visible(self, reference: Element, before: str, wanted: list[str] | None) -> str:
         """The visible text of a reference; empty for a superscript mark, or for a number attached to the word before
-        it."""
+        it, unless it refers to a figure or table."""
         inner = self.inline(reference, wanted)
         raised = len(reference) and all(map(_is_raised, reference)) and not (reference.text or "").strip()
         glued = before[-1:].isalnum() and inner[:1].isdigit() and MARK.fullmatch(inner)

@@ -86,8 +86,8 @@ def _type(header: str | None) -> str:
 
 
 def _in_utf8(data: bytes, record: Any, kind: str) -> bytes:
-    """A page converted to UTF-8 with a byte-order mark, if the HTTP header names its encoding; else the page
-    unchanged."""
+    """A page converted to UTF-8 with a byte-order mark, if the HTTP header names an encoding that can decode
+    it; else the page unchanged."""
     http = record.http_headers
     header = http.get_header("Content-Type") if http is not None else None
     named = (header or "").lower().partition("charset=")[2].partition(";")[0].strip(" \"'")

@@ -274,8 +274,8 @@ def evaluation_batches(
     rows = rows_of(dataset, sequence_length, packing, overlap=1)
     if batch_size < 1 or not 0 <= rank < world_size:
         raise DataError(
-            f"batch_size={batch_size}, rank {rank} of {world_size}: allowed: a batch_size of 1 or more, a rank from 0 "
-            "on and below the number of ranks"
+            f"batch_size={batch_size}, rank {rank} of {world_size}: allowed: a batch_size of 1 or more, a rank of 0 or "
+            "more and below the number of ranks"
         )
     if dataset.num_tokens < 2:
         raise DataError(f"{dataset.directory}: the split {dataset.split!r} needs two tokens or more, to predict one")

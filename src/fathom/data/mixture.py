@@ -115,6 +115,6 @@ class _Cycle:
         return found, cycles * self._weights[found] + self._ranks[inside]
 
     def counts(self, rows: int) -> NDArray[np.int64]:
-        """The number of sequences of each collection among the first `rows` training sequences."""
+        """The number of sequences of each collection among the first `rows` sequences of a phase."""
         cycles, rest = divmod(rows, len(self._order))
         return cycles * self._weights + np.bincount(self._order[:rest], minlength=len(self._weights))

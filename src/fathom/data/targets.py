@@ -2,8 +2,8 @@
 
 Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
 
-`corpus/chat_template.py` decides what a loss mask covers: what the chat template marks by `{% generation %}`, else the
-assistant's messages.
+For a tokenizer's own chat template, `corpus/chat_template.py` decides what the loss mask covers: what the template
+marks by `{% generation %}`, else the assistant's messages. For the built-in templates, `corpus/templates.py` decides.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ class TargetDataset(TokenDataset):
         return sum(int(self.trained(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
 
     def target_bytes(self, documents: NDArray[np.int64]) -> int:
-        """The number of bytes of text that some tokens stand for; a document's bytes are spread evenly over its tokens,
-        as in `bytes_before`."""
+        """The number of bytes of text that the tokens with a loss in some documents stand for; a document's bytes are
+        spread evenly over its tokens, as in `bytes_before`."""
         found = 0
         for start, stop in self._spans[documents].tolist():
             length, size = max(stop - start - 1, 1), self.bytes_before(stop) - self.bytes_before(start)

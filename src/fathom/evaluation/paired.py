@@ -60,8 +60,8 @@ AGGREGATIONS = ("mean", "perplexity", "weighted_perplexity", "bits_per_byte")
 
 
 def aggregated(values: Sequence[Any], aggregation: str) -> Items | None:
-    """The per-document values of a metric as `Items`; None if lm-eval aggregates the metric by anything but a mean or a
-    perplexity."""
+    """The per-document values of a metric as `Items`; None if lm-eval aggregates the metric by anything but a mean, a
+    perplexity or bits per byte."""
     if aggregation == "mean":
         return Items([float(value) for value in values])
     if aggregation == "perplexity":

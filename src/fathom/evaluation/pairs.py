@@ -243,8 +243,8 @@ def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -
 def count_answers(
     benchmark: str, way: str, items: Sequence[Quizzed], base: Sequence[bool], new: Sequence[bool]
 ) -> list[Answered]:
-    """Count right answers over all questions, and separately over uncontaminated and contaminated questions if both
-    exist."""
+    """Count right answers over all questions and, if some are contaminated, separately over uncontaminated and
+    contaminated questions."""
     rows = list(zip(items, base, new, strict=True))
     split = {word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}
     parts = {"all": rows, **(split if split["dirty"] else {})}  # without contaminated questions, all are clean

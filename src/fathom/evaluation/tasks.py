@@ -240,7 +240,7 @@ def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def _files(directory: Path, name: str, others: bool = False) -> list[Path]:
-    """The files of a directory called `NAME.jsonl`, compressed or not; with `others` also `wiki.NAME.raw` and
+    """The files called `NAME.jsonl` in a directory, compressed or not; with `others` also `wiki.NAME.raw` and
     `NAME_500.jsonl`."""
     if not directory.is_dir():
         return []

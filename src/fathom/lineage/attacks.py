@@ -118,7 +118,7 @@ class Rotate(Attack):
 
 @dataclass
 class Gain(Attack):
-    """Draws new norm gains, and divides the matrices that read after each norm by the same factors."""
+    """Multiplies norm gains by random factors, and divides the matrices that read after each norm by the same ones."""
 
     def check(self) -> None:
         """Refuse models with LayerNorm, or with norms after the sub-layers, whose output no matrix reads directly."""
@@ -142,9 +142,10 @@ class Gain(Attack):
 
 @dataclass
 class Plane(Attack):
-    """Scale the queries in every rotary plane by a factor and the keys by its inverse, and flip the signs of planes.
+    """Scale the keys in every rotary plane by a factor and the queries by its inverse.
 
-    With q/k-norm the gains are scaled, and those of coordinates that are not rotated one by one.
+    With q/k-norm the gains are scaled instead, those of coordinates that are not rotated one by one, and the signs of
+    planes are flipped.
     """
 
     spread: float = 2.0
@@ -155,7 +156,8 @@ class Plane(Attack):
             raise ModelError("attack plane: the model has no rotary heads")
 
     def layer(self, layer: Layer, index: int) -> Layer:
-        """Scale q by 1/a and k by a in every rotary plane; with q/k-norm, scale the norms' weights instead."""
+        """Scale q by 1/a and k by a in every rotary plane; with q/k-norm, scale the norms' weights instead, and
+        flip the signs of planes."""
         g, out, draw = self.geometry, _copied(layer), self.draw(3, index)
         plane = canonical.planes(g.rotary_dim, g.rotary)
         if "q_norm" in out:
@@ -374,7 +376,8 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
 
 
 def _mechanism(config: Mapping[str, object]) -> str | None:
-    """The first setting by which a Fathom model differs from a plain decoder; None if there is none."""
+    """The first setting by which a depth model, of Fathom or of a paper, differs from a plain decoder; None if there is
+    none."""
     if config.get("model_type") != "fathom":
         return next((key for key in RELEASED if config.get(key)), None)
     changed = ((axis, config.get(axis, plain), plain) for axis, plain in AXES.items())

@@ -33,7 +33,8 @@ TIE = 1e-5  # two rows with similarities that differ by less than this share of 
 
 
 def triangle(features: Array) -> Array:
-    """The lower triangle of X Xᵀ for X [n, p], which costs half as much as the full product. The upper one is zero."""
+    """The lower triangle of X Xᵀ for X [n, p], which costs half as much as the full product. The upper
+    triangle is zero."""
     syrk = blas.dsyrk if features.dtype == np.float64 else blas.ssyrk
     # BLAS sees Xᵀ (no copy) and fills one triangle of (Xᵀ)ᵀXᵀ
     out: Array = syrk(1.0, np.ascontiguousarray(features).T, trans=1).T

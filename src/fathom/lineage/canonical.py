@@ -204,7 +204,7 @@ def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
 
 
 def _one_scale_a_head(layer: Layer, geometry: Geometry) -> Layer:
-    """Remove the scale of each head of q and k if they are normed after the rotation."""
+    """Remove the scale of each head of q and k, for models that norm heads after the rotation."""
     out = dict(layer)
     for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
         rows = out[role].reshape(heads, -1)

@@ -414,7 +414,8 @@ def _table(weights: Weights) -> Iterator[Array]:
 
 
 def shared_anchors(a: Weights, b: Weights, aligned: Aligned) -> tuple[Array, Array]:
-    """The embedding rows, in both models, of the anchor strings that occur in both vocabularies."""
+    """The embedding rows, in both models, of the anchor strings that occur in both vocabularies; the first paired rows
+    if rows were not paired by strings."""
     words_a, words_b = a.vocabulary(), b.vocabulary()
     if aligned.pairing == "strings" and words_a is not None and words_b is not None:
         both = {t: row for t, row in words_a.items() if words_b.get(t, b.geometry.vocab) < b.geometry.vocab}
@@ -603,7 +604,7 @@ def _failed(pair: Pair, usable: list[tuple[str, list[Pair]]]) -> str:
 
 
 def _without_formulas(pair: Pair, tests: list[Test]) -> list[Test]:
-    """The tests, with those void that compare weights which both models initialise from a formula."""
+    """The tests; those that compare weights which both models initialise from a formula are marked as void."""
     both = _formulas(pair.a, pair.b)
     why = "both models begin from a deterministic start"
     return [replace(test, void=why) if test.family in both and _counts(test) else test for test in tests]

@@ -106,7 +106,7 @@ def _bfloat16(values: Array) -> Array:
 
 def _on_grid(one: Array, other: Array, group: int) -> float | None:
     """The share of groups in which `one` lies on a quantisation grid and equals `other` rounded to it; None if `other`
-    lies on a grid itself."""
+    lies on a grid itself, or if a row cannot be divided into such groups."""
     width = group or one.shape[1]
     if one.shape[1] % width:
         return None

@@ -1,8 +1,8 @@
 """Null distributions: the scores of unrelated pairs of models, from the controls of a comparison or from a file of
 `calibrate`.
 
-`comparison.py` decides which controls are used: trained and unrelated models of the pair's structure class (widths,
-and whether depths are equal). Others are listed but not used.
+`comparison.py` decides which controls enter the null distribution: trained and unrelated models of the pair's structure
+class (widths, and whether depths are equal). Others are listed, but do not enter it.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Pair:
 
     @property
     def matched(self) -> list[tuple[int, int]]:
-        """Pairs of matching layers of A and B, from the best score on canonical weights; by relative depth if there is
-        no such score."""
+        """Pairs of matching layers of A and B, from the best score on canonical weights; by relative depth if no score
+        is high enough."""
         return matched_layers(self.scores, self.layers, (self.a, self.b))
 
     @property

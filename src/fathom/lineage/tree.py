@@ -395,7 +395,7 @@ def _cut(text: str, width: int) -> str:
 
 def roots(family: Family) -> list[str]:
     """The models at which to start drawing, one for each connected part: preferably the root, else a model that was
-    made from no other and has the most neighbours."""
+    made from no other, preferably one from which others were made; on a tie, the one with the most neighbours."""
     made = {edge.direction.made for edge in family.edges}
     source = {edge.direction.source for edge in family.edges}
     neighbours = {m: sum(m in (e.a, e.b) for e in family.edges) for m in family.models}

@@ -116,9 +116,9 @@ class Frame:
         answer = max(len(wanted), parts.most)
         if room < 0 or (cell.place == "outside" and len(tail) > schedule.freed):
             raise SettingsError(
-                f"{cell.task}: the question needs {len(head) + len(tail) + sum(map(len, planted))} tokens, too many "
-                f"for a prompt of {self.length(cell, schedule, len(tail))} before an answer of {answer}: give a larger "
-                "window"
+                f"{cell.task}: the question needs {len(head) + len(tail) + sum(map(len, planted))} tokens, "
+                f"{len(tail)} of them after the text; a prompt has {self.length(cell, schedule, len(tail))} before an "
+                f"answer of {answer}, and at most {schedule.freed} after its last compression: give a larger window"
             )
         units: list[list[int]] = []
         while sum(map(len, units)) < room:

@@ -46,7 +46,7 @@ class ControlEntry(ModelIdentity):
 
 @dataclass(frozen=True)
 class ToolEntry:
-    """The version of Fathom, numpy and platform that made the report, and the command."""
+    """The versions of Fathom and numpy, the platform and the command that made the report."""
 
     version: str
     numpy: str
