@@ -57,7 +57,7 @@ class HeldError(FathomError):
 
 
 class RequestError(FathomError, ValueError):
-    """Raised for a prompt that the model cannot answer."""
+    """Raised for a prompt that cannot be answered, or not now, as by a server that is full or shutting down."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)

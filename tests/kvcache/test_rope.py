@@ -133,7 +133,7 @@ REFUSED = {
     "states alone": (lambda: of("lfm2", layer_types=["conv"] * 3), "lfm2: no layer keeps keys"),
     "chunked": (lambda: of("llama4_text", num_hidden_layers=2), "layer 0 is chunked_attention"),
     "sliding": (lambda: of("mistral", sliding_window=32), "set window to 32 or less"),
-    "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope': normed keys cannot"),
+    "after_rope": (lambda: config_of("vanilla", k_norm_position="after_rope"), "'after_rope': keys that were normed"),
     "shared": (
         lambda: config_of("loop", recurrence_options={"kv": "first"}),
         "kv=first shares keys between iterations; use method 'full'",

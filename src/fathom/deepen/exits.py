@@ -82,7 +82,8 @@ class Bound:
                 raise SettingsError(f"{name}={getattr(self, name)}: allowed: {words}")
 
     def rejects(self, differences: Array) -> Array:
-        """Whether each row of loss increases `[..., documents]` rejects the hypothesis that their mean exceeds ε."""
+        """Whether each row of loss increases `[..., documents]` rejects the hypothesis that their expectation exceeds
+        ε."""
         if self.test == "t":
             return student(differences, self.loss) <= self.level
         return betting(differences.clip(-self.clip, self.clip), self.loss, self.clip, self.level)

@@ -1,6 +1,6 @@
 """Add mechanisms to a pretrained model and write a checkpoint that computes the same function.
 
-`heal.py` writes the recipe that trains the new model further, its gates in a group of their own.
+`heal.py` makes the recipe that trains the new model further, its gates in a group of their own.
 """
 
 from __future__ import annotations

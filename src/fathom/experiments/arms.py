@@ -95,7 +95,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
     """The recipe of every arm, with `train.steps` set so that the arm spends as many tokens, training FLOPs or layer
-    passes as the control.
+    passes as the control, unless the arm sets its own.
 
     Args:
         base: What all arms share.
@@ -186,7 +186,7 @@ def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
 
 
 def training_flops(recipe: Recipe) -> float:
-    """Training FLOPs of a whole run, without the weight gradients that frozen parameters do not need."""
+    """Training FLOPs of a whole run, of the parameters that it trains; see `training/trained_flops.py`."""
     return step_flops(recipe) * tokens(recipe)
 
 

@@ -1,6 +1,6 @@
 """The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`.
 
-`arms.py` decides the steps of each arm under `--equal tokens` and `--equal flops`.
+`arms.py` decides the steps of each arm under `--equal`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
 
 
 def work(out: Path, quiet: bool, ranks: Ranks | None = None) -> bool:
-    """Run the comparison's tasks one after another until none is left; returns False if a signal interrupted.
+    """Run the comparison's tasks one after another until none is left; returns False if a signal stopped them.
 
     Of several ranks the first one claims a task and names it to the others, so that all of them train it.
     """

@@ -95,7 +95,7 @@ def _as_written(ladder: Ladder, out: Path) -> Ladder:
 
 
 def work(out: Path, until: str, quiet: bool) -> bool:
-    """Run the ladder's tasks one after another until a stage is over; returns False if a signal interrupted."""
+    """Run the ladder's tasks one after another until a stage is over; returns False if a signal stopped them."""
     state = State(Ladder.read(out), out)
 
     def begun() -> tuple[str, list[Task]]:
@@ -138,7 +138,7 @@ def report(ladder: Ladder, out: Path, source: Provenance) -> LadderReport:
 
 
 def rewrite(ladder: Ladder, out: Path) -> LadderReport:
-    """Compute the report from the finished runs, with the provenance of the last report if there is one."""
+    """Write the reports of the finished runs again, with the provenance of the last report if there is one."""
     return report(_as_written(ladder, out), out, recorded(out / REPORT))
 
 

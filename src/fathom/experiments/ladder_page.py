@@ -435,7 +435,7 @@ def _sizes(report: LadderReport) -> PlainTable:
 
 
 def _named(index: int, budget: int) -> str:
-    """A rung's number in words, with the number of its token budget unless that is the ladder's first."""
+    """A rung's number as text, with the number of its token budget unless that is the ladder's first."""
     return f"{index}, budget {budget + 1}" if budget else str(index)
 
 

@@ -52,15 +52,15 @@ class Rules(Section, section="ladder"):
     """for each arm with over 0.5 % more parameters than the control: add a second control, whose wider MLP gives it as
     many parameters as the arm"""
     seal: bool = True
-    """with three or more model sizes: predict the losses of the largest size, and fix the prediction by a hash before
-    that size is trained"""
+    """with three or more model sizes: predict the arms' differences and multipliers at the largest size, and fix the
+    prediction by a hash before that size is trained"""
     check: bool = True
     """try half and twice the learning rate at the largest size"""
     contrasts: str = ""
     """sums of the losses of several arms, such as an interaction, to test at the largest size: comma-separated
     NAME=ARM - ARM - ARM + ARM"""
     pairs: int = 12
-    """rounds in which each arm B is timed next to the control A, in the order A B B A; 0 for none"""
+    """rounds in which each arm A is timed next to the control B, in the order A B B A; 0 for none"""
 
     def rules(self) -> Iterator[Rule]:
         """Rules for the section's values that go beyond the types of the fields."""

@@ -134,7 +134,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
 
 
 def progress(state: State) -> tuple[str, int]:
-    """The current stage of a ladder, and how many runs of that stage are still to do."""
+    """The current stage of a ladder, and how many tasks of that stage are still to do."""
     stage, tasks = list(state.stages())[-1]
     left = sum(not task.settled for task in tasks)
     return (stage, left) if left else ("done", 0)

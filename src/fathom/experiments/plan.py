@@ -1,6 +1,7 @@
 """A comparison as data: the plan, its tasks, and which of them are done.
 
-`differences.plan_changed` decides whether a report is exploratory: if seeds or contrasts were changed after results.
+`differences.plan_changed` decides whether a report is exploratory, as after a change of seeds or contrasts that follows
+results.
 A paper's table makes its plans in `paper.py`; `cli/paper.py` prints its dry run, which needs no data.
 """
 
@@ -156,7 +157,7 @@ class Measuring(Task):
 
     @property
     def done(self) -> bool:
-        """Whether the measurement exists and was made for this plan's recipes."""
+        """Whether the measurement exists and still holds for this plan; see `read_measured`."""
         return read_measured(self.plan, self.out, self.arm) is not None
 
     def run(self, claim: Claim | None, **facts: str) -> bool:
@@ -241,7 +242,8 @@ def check_machine(plan: Plan) -> None:
 
 
 def read_measured(plan: Plan, out: Path, arm: str) -> Measured | None:
-    """The measurement of an arm; None unless it was made for this plan's recipes."""
+    """The measurement of an arm; None unless it was made for this plan's recipes, with at least as many timing
+    rounds."""
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None

@@ -112,8 +112,8 @@ def read_run(directory: Path) -> RunFacts:
 
 
 def _here(directory: Path, recipe: Recipe) -> Recipe:
-    """The run's recipe without its teacher, and with the run's finished model in place of its `from_pretrained` source,
-    which may be gone but has the same shape."""
+    """The recipe of a run; if the run has a finished model, without the teacher, and with this model in place of its
+    `from_pretrained` source, which may be gone but has the same shape."""
     source, model = recipe.model.get("from_pretrained"), finished_model(directory)
     if model is None:
         return recipe

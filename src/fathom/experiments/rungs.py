@@ -260,7 +260,7 @@ class Ladder:
         return differences(self.recipe, asked.recipe, ()) + rules + ["arms"] * (self.arms != asked.arms)
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
-        """Add seeds to the ladder, here and in its directory; the last such request may be repeated.
+        """The ladder with added seeds, which are written to its directory too; the last such request may be repeated.
 
         Args:
             out: The ladder's directory.

@@ -157,7 +157,7 @@ def work_off(
     do: Callable[[str, Task, Claim], bool],
     quiet: bool,
 ) -> bool:
-    """Run one task after another until none is left; returns False if a signal interrupted.
+    """Run one task after another until none is left; returns False if a signal stopped them.
 
     Args:
         out: The directory of the experiment.

@@ -2,7 +2,8 @@
 A B B A in one process on the same batches, and each A B B A gives one ratio, so that other load slows both. On a CPU
 with one thread the clock is that thread's CPU time.
 
-`plan.py` decides whether a measurement is made again (`read_measured`): if its recipe differs in more than the data.
+`plan.py` decides whether a measurement is made again (`read_measured`): if more rounds are planned, or if a recipe
+differs in more than the choice of data, tracking, checkpoints, export and logging.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """Continuous batching: sequences join and leave between tokens, and each sequence gets the same tokens as when it is
-generated alone. `generate.py` makes the batches of `fathom generate`, and decides which prompts run separately.
+generated alone. `fathom generate` has other batches: `prompt_file.py` forms them, and `generate.py` decides which of
+their prompts run separately.
 
 A row's prompt is read in chunks, then it joins; one step makes one token for every row that has joined. The kind of
 cache depends on the model:
@@ -127,7 +128,7 @@ class LiveBatch(ABC):
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def take_over(self, state: object, count: int) -> None:
-        """Start reading a prompt with the cache of its first `count` tokens, which `kept` returned."""
+        """Start reading a prompt with the first `count` tokens of a cache that `kept` returned."""
         raise NotImplementedError(f"{type(self).__name__} keeps no prefixes")
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
@@ -263,9 +264,9 @@ PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP
 
 
 def set_aside(count: int, like: Tensor) -> Tensor:
-    """An empty flat tensor for data that is stored for long. On a CPU a large one has pages of its own: in the heap
-    it would lie between activations, whose memory the heap could then not reuse. A process may have only so many
-    mappings."""
+    """A flat tensor, not yet written, for data that is stored for long. On a CPU a large one has pages of its own: in
+    the heap it would lie between activations, whose memory the heap could then not reuse. A process may have only so
+    many mappings."""
     size = count * like.element_size()
     if like.device.type != "cpu" or size < MAPPED:
         return like.new_empty(count)
@@ -643,7 +644,7 @@ def batch_for(
     policy: Policy | None = None,
     draft_trips: int | None = None,
 ) -> LiveBatch:
-    """An empty batch of the kind that the model's cache needs.
+    """An empty batch of the kind that the model and these options need.
 
     Args:
         model: An open causal language model.

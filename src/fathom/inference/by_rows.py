@@ -55,8 +55,8 @@ def _attend(
     sort: bool = False,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Attention of each sequence: queries `[B, H, T, D]`, keys and values `[B, H_kv, N, D]` to outputs `[B, T, H,
-    D]`."""
+    """Attend in each sequence separately, from queries `[B, H, T, D]` and keys and values `[B, H_kv, N, D]` to outputs
+    `[B, T, H, D]`."""
     attend, made = ALL_ATTENTION_FUNCTIONS["sdpa"], []
     sort = sort and not (attention_mask is None and query.shape[2] > 1)  # else the order of the keys is the mask
     for row, (places, mask) in enumerate(_seen(attention_mask, len(query))):

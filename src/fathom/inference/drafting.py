@@ -39,8 +39,7 @@ class Lookup:
         self._read = 0
 
     def after(self, tokens: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow; none if the last tokens did not occur before. A repetition
-        continues."""
+        """`count` tokens that may follow; none if the last tokens did not occur before. A repetition continues."""
         for end in range(self._read, len(tokens)):
             for size in GRAMS:
                 self._places[tuple(tokens[max(0, end - size) : end])] = end

@@ -2,8 +2,8 @@
 
 It alternates between reading a chunk of waiting prompts (`schedule.py`), short ones several at once where the batch
 can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long as the
-longest may become, fits into the budget, so no text that runs is stopped for another. A
-request that can never fit is refused. Nothing here knows text or HTTP.
+longest may become, fits into the budget, so no text that runs is stopped for another. A request that can never fit is
+refused. Nothing here knows text or HTTP.
 """
 
 from __future__ import annotations
@@ -352,7 +352,7 @@ class Engine:
         return token_bytes(self.model, trips)
 
     def most_tokens(self, trips: int | None) -> int:
-        """The maximum length of one sequence, prompt included, that fits the cache budget, in multiples of GRAIN."""
+        """The most tokens of one sequence, prompt included, whose buffer, a multiple of GRAIN, fits the budget."""
         if self.policy is not None:
             return sys.maxsize
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
@@ -517,7 +517,7 @@ class Engine:
         return job.request is not None and any(one.request is job.request for one in chain(held, beside))
 
     def _held(self, lane: Lane) -> list[Job]:
-        """The jobs that occupy cache memory in a lane: jobs that generate, and jobs whose prompts are being read."""
+        """The jobs for which a lane reserves memory: jobs that generate, and jobs whose prompts are read or paused."""
         joining = self.joining[1] if self.joining is not None and self.joining[0] is lane else []
         return [*lane.jobs, *joining, *(job for one, job in self.paused if one is lane)]
 
@@ -626,14 +626,14 @@ class Engine:
         return logits
 
     def _found(self, job: Job) -> Found:
-        """The part of a job's prompt that the prefix cache holds."""
+        """The part of a job's prompt that can be reused from the prefix cache."""
         lane = self.lanes.get(job.trips)
         if not self.prefixes.budget or job.score_prompt or job.tell_trips or (lane and not lane.batch.keeps_prefixes):
             return NOTHING
         return self.prefixes.find(job.prompt, job.kind, may_chunk(self.model))
 
     def _take_over(self, lane: Lane, job: Job) -> None:
-        """Start a prompt from the part that the prefix cache holds."""
+        """Start a prompt from the part that can be reused from the prefix cache."""
         found = self._found(job)
         job.cut = found.cut
         if found.kept is None:

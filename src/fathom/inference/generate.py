@@ -64,7 +64,7 @@ class Generated:
 
 
 def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int | None) -> None:
-    """Raise an error if more iterations are requested for drafts than the model makes, before any text is shown."""
+    """Raise an error, before any text is shown, if the model cannot draft with its first `draft_trips` iterations."""
     if draft_trips is None:
         return
     if most_trips(model) == 1:
@@ -292,7 +292,7 @@ def _ended(
 
 
 def seed_draws(seed: int | None) -> None:
-    """Seed torch's random numbers if a seed is given."""
+    """Seed torch's random number generators if a seed is given."""
     if seed is not None:
         torch.manual_seed(seed)
 

@@ -81,7 +81,7 @@ def _in_eight_bits(model: nn.Module, wanted: str) -> Layout:
     if (ratio := ratios["a token"]) > SLOWER:
         raise SettingsError(
             f"weights=int8: on this processor a token takes {ratio:.2f} times as long as in float32; leave weights "
-            "out, or save memory nevertheless with layout=plain"
+            "out, or add layout=plain to keep int8 for its smaller memory"
         )
     return Layout("int8", ratios)
 

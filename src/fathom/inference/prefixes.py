@@ -44,7 +44,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Found:
-    """The part of a prompt that the prefix cache holds."""
+    """The part of a prompt that can be reused from the prefix cache."""
 
     kept: Kept | None = None
     count: int = 0
@@ -69,7 +69,7 @@ class Prefixes:
     _all: OrderedDict[int, Kept] = field(default_factory=OrderedDict)
 
     def find(self, prompt: Sequence[int], kind: object, in_parts: bool = True) -> Found:
-        """Find the cached part of a prompt; without `in_parts`, only a cached whole prompt counts."""
+        """Find the part of a prompt that can be reused; without `in_parts`, only a cached whole prompt counts."""
         if len(prompt) < LEAST or not self._all:
             return NOTHING
         tokens, best, longest = np.asarray(prompt), NOTHING, 0

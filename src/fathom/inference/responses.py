@@ -70,7 +70,7 @@ class Response:
         return self.whole()
 
     def whole(self) -> Event:
-        """The final event, with the whole answer, after its text has ended."""
+        """The whole answer, as the API's response object, after its text has ended."""
         return self._whole("incomplete" if self.text.finish == "length" else "completed")
 
     def _whole(self, status: str) -> Event:

@@ -160,8 +160,8 @@ class Choice:
         return Source(self.seed, self.index).draw(self.probabilities(scores), len(made))
 
     def settled(self, drafts: Sequence[int], logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> list[int]:
-        """The next tokens, exactly as they would be chosen without drafts: all drafts that are right, and one more
-        token.
+        """The next tokens, exactly as they would be chosen without drafts: the drafts before the first wrong one, and
+        one more token if its logits are given.
 
         Args:
             drafts: Guesses of consecutive tokens.

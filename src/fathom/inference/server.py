@@ -157,9 +157,9 @@ class Service:
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
     def trips(self, asked: int | None, effort: Effort | None = None) -> int | None:
-        """The maximum loop iterations per token: as many as a request asks for, or for a reasoning effort: one for
-        `low` and less, half of the server's maximum, rounded up, for `medium`, and the server's maximum for `high` and
-        more."""
+        """The maximum number of loop iterations per token: what a request asks for, else what its reasoning effort
+        means. That is one for `low` and less, half of the server's maximum, rounded up, for `medium`, and the server's
+        maximum for `high` and more, or without an effort."""
         most = most_trips(self.model)
         if (asked or 1) > most:
             raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")

@@ -50,7 +50,7 @@ class Shape:
 
     @property
     def special(self) -> bool:
-        """Whether special tokens mark tool calls; only then does the text keep special tokens."""
+        """Whether special tokens mark tool calls, so that the text must keep special tokens."""
         how = self.wanted.how
         marks = "" if how is None else how.before + how.after
         return any(name in marks for name in special_names(self.grammars.tokenizer))

@@ -190,7 +190,7 @@ class Grammars:
         return [] if self.ends else self.words.eos_tokens
 
     def pieces(self, text: str) -> str:
-        """A text as a Lark grammar rule, in which special tokens are written as token names."""
+        """A text in Lark's notation, in which special tokens are written by their ids."""
         names = {token.content: i for i, token in self.tokenizer.added_tokens_decoder.items()}
         names = {name: i for name, i in names.items() if name in text and self.words.is_special_token(i)}
         if not names:

@@ -31,7 +31,7 @@ def written_size(value: object) -> int:
 
 
 class Tokenising:
-    """Request queues with one thread each: for short texts, long texts, grammars, slow grammars, and large answers."""
+    """Work queues with one thread each: for short texts, long texts, grammars, slow grammars, and large answers."""
 
     def __init__(self) -> None:
         self._pools = {kind: ThreadPoolExecutor(1, f"prepare-{kind}") for kind in QUEUES}

@@ -118,8 +118,8 @@ class Compression(AbstractContextManager["Compression"]):
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:
-        """Warn once if no training sequence is long enough to be compressed, because the model is then not tuned for
-        compression."""
+        """Warn once if the first training sequences are too short to be compressed, because such sequences do not tune
+        the model for compression."""
         if self._longest > self.method.schedule.window:
             return
         self._longest, self._calls = max(self._longest, length), self._calls + 1

@@ -1,7 +1,7 @@
 """Build caches by the name of a method.
 
-`policy.py` decides which method and schedule a model gets: the caller's, else the checkpoint's own, else the default.
-`schedule.py` defines N, S, L and γ.
+`policy.py` decides the schedule that a command's method gets: each value is the requested one, else the checkpoint's,
+else the default. `schedule.py` defines N, S, L and γ.
 """
 
 from __future__ import annotations

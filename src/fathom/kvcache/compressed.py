@@ -7,7 +7,8 @@ Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T
 `build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full. With
 `window` every input is read into such a cache, as an evaluation needs whose inputs are scored and not continued.
 
-`Selection.choose` in `method.py` chooses which entries stay, by the scores of the method's own file.
+Of methods that select entries, `Selection.choose` in `method.py` chooses which stay, by the scores of the method's own
+file.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ def refuse_cache(own: Any, use_cache: bool, training: bool) -> None:
 
 
 class Asked(threading.local):
-    """The prompt of the running `model.generate` call, for each thread separately."""
+    """The prompt length of the running `model.generate` call, and whether guesses follow it, for each thread
+    separately."""
 
     tokens = 0
     """The length of its prompt; 0 outside it."""

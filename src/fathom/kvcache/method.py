@@ -106,8 +106,8 @@ class Method(ABC):
     def for_prompt(
         cls, kind: type[Schedule], length: int, sinks: int, ratio: float, rope: Rope, **options: object
     ) -> Method:
-        """The method with a schedule for a prompt of `length` tokens; it never compresses if the prompt would lose no
-        token."""
+        """The method with a schedule for a prompt of `length` tokens; it never compresses if `ratio` leaves every
+        token, or no more than the sinks."""
         left = cls.left(length, ratio)
         if not sinks < left < length:
             return cls(kind.at(UNTOUCHED, sinks, ratio), rope, **options)

@@ -1,6 +1,7 @@
-"""Decides which cache a model gets: the requested one, else the checkpoint's, else the default.
+"""Decides which cache a model gets: an ordinary one, or the requested method's. Each value of the method's schedule is
+the requested one, else the checkpoint's, else the default.
 
-`Selection.choose` in `method.py` chooses which entries of a compressed cache stay, by the scores of the method's own
+Of methods that select entries, `Selection.choose` in `method.py` chooses which stay, by the scores of the method's own
 file.
 """
 
@@ -53,7 +54,7 @@ class CacheOptions:
 
 @dataclass(frozen=True)
 class Policy:
-    """A compression method with its schedule, and the way entries are stored, as in `build_cache`."""
+    """A cache method with its schedule, and the way entries are stored, as in `build_cache`."""
 
     method: str
     window: int | None

@@ -24,7 +24,7 @@ from .whole import backend_layer
 
 class QuantizedMemory(Memory):
     """A `Memory` that stores its entries through a quantisation backend, which must be installed (`fp8` needs only a
-    newer transformers)."""
+    newer transformers, `int8` and `int4` of kivi.py nothing)."""
 
     bares = False
 

@@ -401,7 +401,9 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.positions == "learned":
         raise ValueError("learned positions are part of the keys, which cannot be moved; use method 'full'")
     if config.k_norm_position == "after_rope":
-        raise ValueError("k_norm_position 'after_rope': normed keys cannot be rotated back; use method 'full'")
+        raise ValueError(
+            "k_norm_position 'after_rope': keys that were normed after RoPE cannot be rotated back; use method 'full'"
+        )
     recurrence = recurrence_class(config)
     view = recurrence.sees(config)
     if view is not View.SAME:

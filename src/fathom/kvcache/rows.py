@@ -17,8 +17,8 @@ def real_tokens(attention_mask: object) -> Tensor:
 
 
 def whole_mask(attention_mask: object, shape: tuple[int, int], padded: bool) -> None:
-    """Refuse a padding mask that does not have the shape `[B, seen + q]`, i.e. cover all tokens, also those in the
-    cache."""
+    """Refuse a padding mask that does not cover all tokens, those in the cache included, i.e. has another shape than
+    `[B, seen + q]`. Without any padding, a mask of another shape is allowed."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2 or tuple(attention_mask.shape) == shape:
         return
     if padded or not attention_mask.all():

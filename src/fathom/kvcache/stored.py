@@ -89,7 +89,8 @@ def save_cache(cache: MemoryCache, path: str | Path) -> None:
 
 
 def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
-    """Load a cache from a file that `save_cache` wrote, onto the device of the model that read the context."""
+    """Load a cache from a file that `save_cache` wrote, onto the device of `model`, which must have the RoPE angles of
+    the model that read the context."""
     with safe_open(str(path), "pt", device=str(model.device)) as file:
         about: dict[str, Any] = json.loads((file.metadata() or {}).get("fathom_kvcache", "null"))
         if about is None:

@@ -10,7 +10,7 @@ from .method import Held, Selection
 
 
 class Tova(Selection):
-    """Keeps the entries that the last query attends to; all heads of a layer keep the same entries."""
+    """Keeps the entries that the last query attends to most; all heads of a layer keep the same entries."""
 
     name = "tova"
     observed = 1

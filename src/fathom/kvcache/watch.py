@@ -67,7 +67,7 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
 
 
 def watch(model: nn.Module) -> None:
-    """Add hooks to `model` for every forward pass with a compressed cache; a second call has no effect."""
+    """Add hooks to the decoder of `model` for forward passes with a compressed cache; a second call has no effect."""
     decoder = decoder_of(model)
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
