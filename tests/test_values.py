@@ -63,7 +63,7 @@ BAD = [
     (list[int], [1, "2"], ": not an integer"),
     (list[int], "12", ": not a list of integers"),
     (Sequence, "12", ": not a list"),
-    (tuple[int, str], [1], ": not a list of 2"),
+    (tuple[int, str], [1], ": not a list of 2 values"),
     (tuple[int, str], 1, ": not a list of 2 values"),
     (dict[str, int], {"a": {"b": 1}}, "a: not an integer"),
     (dict[str, int], [], ": not a mapping of names to an integer"),

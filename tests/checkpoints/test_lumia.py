@@ -369,7 +369,7 @@ def test_a_tensor_without_a_place_is_named(strange, tmp_path):
     "name,keys,says",
     [
         ("mhc", {"baseline_mode": "moda"}, "baseline_mode must be one of denseformer, attnres, mhc, got 'moda'"),
-        ("depth-attention", {"use_qk_norm": False}, "holds model.layers.0.self_attn.[kq]_norm.weight"),
+        ("depth-attention", {"use_qk_norm": False}, "holds the tensor model.layers.0.self_attn.[kq]_norm.weight"),
         ("depth-attention", {"depth_attention_stride": "absent"}, "depth_attention_stride"),
         ("depth-attention", {"depth_attention_stride": 9}, "stride must be between 1 and 4"),
         ("depth-attention", {"use_depth_attention": False, "recurrent_model": True}, "use_depth_attention"),

@@ -135,7 +135,7 @@ def test_what_utf8_lacks_is_named_as_json_escapes_it(tmp_path: Path) -> None:
     workspace = ingested(tmp_path, [tmp_path / "a.jsonl"])
     assert [row["text"] for row in rows(workspace).values()] == ["good"]
     (failed,) = lines(workspace.stage("ingest") / "failed.jsonl")
-    assert failed["status"] == "parse_error" and failed["detail"].endswith("it has \ud800")
+    assert failed["status"] == "parse_error" and failed["detail"].endswith("the record has \ud800")
 
 
 @pytest.mark.parametrize("kind", ["conversations", "table"])

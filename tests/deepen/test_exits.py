@@ -189,9 +189,10 @@ def test_the_command_writes_what_generate_obeys(tmp_path, capsys):
     given = ["--prompts", str(tmp_path / "prompts"), "--max-new-tokens", "3"]
     assert main(["generate", str(tmp_path / "out"), *given]) == 0
     assert json.loads(capsys.readouterr().out.strip().splitlines()[-1])["trips"] == 1.0
+    (text := tmp_path / "text.txt").write_text("abc")
     for wrong, says in (
         (["--exit", str(base), "--out", "x"], "--exit needs --text"),
-        (["--exit", str(base), "--text", "x", "--out", str(base)], "is the input model itself"),
+        (["--exit", str(base), "--text", str(text), "--out", str(base)], "is the input model itself"),
         (["--exit", str(base), "--with", "loop", "--text", "x", "--out", "x"], "--with has no meaning with --exit"),
         ([str(base), "--out", "x"], "give --with"),
         ([str(base), "--with", "mudd", "--loss", "0.1", "--out", "x"], "--loss needs --exit"),

@@ -104,7 +104,7 @@ def test_the_text_is_read_before_the_first_step(
     for texts, said in ((("a", "b c"), "with --text a b c; choose"), ((), "without --text; choose")):
         write_json(tmp_path / "out" / trials.NOTES, trials.Notes(Trial(str(base), text=texts), done=["deeper"]))
         assert main(["try", str(base), "--text", __file__, "--out", "out"]) == 2
-        assert f"holds a trial {said}" in capsys.readouterr().err
+        assert f"holds a trial that was run {said}" in capsys.readouterr().err
 
 
 def test_the_control_of_learnt_gates_has_as_many_gains() -> None:

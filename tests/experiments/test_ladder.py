@@ -550,7 +550,7 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
     ladder = make(tmp_path, arms, layers=[2, 2, 4, 4])
     plan = ladder.plan(ladder.sizes[2], {"vanilla": 1e-2, "loop": 1e-2})
     assert plan.recipes["loop"].model["num_hidden_layers"] == 2
-    with pytest.raises(SettingsError, match=r"ladder.layers=1/2: of 3 layers that is 1.5"):
+    with pytest.raises(SettingsError, match=r"ladder.layers=1/2: this share of 3 layers is 1.5"):
         make(tmp_path, arms)
     for share in ("1e400", "1e99999999999", "-1", "101", "half"):
         with pytest.raises(SettingsError, match=rf"ladder.layers={share}: allowed: a share such as 1/3"):

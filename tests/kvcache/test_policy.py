@@ -145,7 +145,7 @@ def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         ([*WORDS, "--kvcache-kept", "14"], "--kvcache freqkv: a window of 16 with 2 sinks can keep 1 to 13"),
         (
             [*WORDS, "--kvcache-kept", "7", "--kvcache-ratio", "0.5"],
-            "--kvcache-ratio 0.5 and --kvcache-kept 7: give one",
+            "--kvcache-ratio 0.5 and --kvcache-kept 7: give only one of them",
         ),
         (["--kvcache", "drop", *WORDS[2:], "--json", "--set", "prompt_lookup_num_tokens=3"], "take tokens back"),
     ],

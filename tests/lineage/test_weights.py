@@ -242,7 +242,7 @@ def test_an_adapter_of_another_shape_is_refused(tmp_path, models, a, b, rows):
     if rows:
         tensors["o_proj.modules_to_save"] = torch.ones(rows)
     save_adapter(tmp_path, tensors, base_model_name_or_path=str(models()))
-    with pytest.raises(ModelError, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.* 64 x 64"):
+    with pytest.raises(ModelError, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.*64 x 64"):
         open_weights(tmp_path)
 
 

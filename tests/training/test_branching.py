@@ -188,7 +188,7 @@ def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
         (["--from", f"{run}@step-5", "--run", str(new)], "has no checkpoint of step 5; it has 4, 8"),
         (["--from", str(new), "--run", str(new)], "no run (recipe.yaml) there"),
         (["--from", str(run), "--run", str(new)], "train.steps=8: "),
-        ([*branched, "train.steps=4"], "has already taken 4; allowed: more"),
+        ([*branched, "train.steps=4"], "has already taken 4 steps; allowed: more"),
         ([*branched, "train.steps=3"], "has already taken 4"),
         ([*branched, "--cooldown", "0"], "--cooldown 0: allowed: 1 or more"),
         ([*branched, "--cooldown", "4", "train.steps=20"], "--cooldown 4 sets train.steps"),

@@ -100,7 +100,7 @@ def test_the_loss_of_a_step_is_the_formula(recipe: Recipe, tmp_path: Path) -> No
 def test_a_teacher_with_another_vocabulary_or_a_shorter_context(recipe: Recipe, tmp_path: Path) -> None:
     config = recipe.config().to_dict()
     for key, value, message in (
-        ("vocab_size", 999, "it has 999 tokens"),
+        ("vocab_size", 999, "the teacher has vocab_size=999"),
         ("max_position_embeddings", 8, r"data\.sequence_length=\d+: allowed: at most 8"),
     ):
         export(FathomForCausalLM(FathomConfig(**{**config, key: value})), tmp_path / key)

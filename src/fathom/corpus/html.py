@@ -172,7 +172,7 @@ class _Reader(HTMLParser):
         self.found[start:] = [text.translate(HIDDEN)]
 
     def _end_head(self, belongs: bool) -> None:
-        """End `<head>` at the first tag or text that may not occur in a head."""
+        """End the head element at the first tag or text that may not occur in a head."""
         if not belongs and self._silent == ["head"]:
             self._silent.clear()
 

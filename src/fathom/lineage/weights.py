@@ -402,7 +402,7 @@ class _Roles:
             _number(config, key)  # the tensors give the number, but it must be one
         width = _number(config, "hidden_size", "n_embd", "d_model")
         if width not in (None, self.width):
-            raise ModelError(f"config.json says hidden size {width}, but {embed} has {self.width} columns")
+            raise ModelError(f"config.json: hidden size {width}, but {embed} has {self.width} columns")
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         if heads is None:
             raise ModelError("config.json does not say how many attention heads there are")

@@ -136,7 +136,7 @@ def test_more_compressions_than_are_counted_are_left_out() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(SettingsError, match="7 needles of 1 tokens"):
         plant(torch.zeros(1, 320, dtype=torch.long), needles(1), 7, generator())
-    with pytest.raises(SettingsError, match="do not fit 8 tokens"):
+    with pytest.raises(SettingsError, match="do not fit into 8 tokens"):
         plant(torch.zeros(1, 320, dtype=torch.long), needles(3), 3, generator(), 8)
     with pytest.raises(SettingsError, match="too few"):
         Needles.drawn(torch.arange(10), generator())
