@@ -86,5 +86,16 @@ def test_the_script_reads_logs_alone() -> None:
     assert "import fathom" not in source and "from fathom" not in source and "torch" not in source
 
 
-def test_an_unfinished_experiment_has_no_verdict() -> None:
-    assert "there is no verdict" in (RESULTS / "2026-11-29-retrofit.md").read_text(encoding="utf-8")
+def test_the_verdict_on_learned_gates_is_that_of_the_log() -> None:
+    """The ends of the primary intervals, and what the registered rule makes of them."""
+    page = (RESULTS / "2026-11-29-retrofit.md").read_text(encoding="utf-8")
+    front = (RESULTS.parents[1] / "README.md").read_text(encoding="utf-8")
+    found = {tuple(row.strip("| ").split(" | ")[:2]): row.strip("| ").split(" | ") for row in recount.retrofit()}
+    for name in recount.PRIMARY:
+        _, _, _, mean, ends, _, holm, _ = found[name, "wiki"]
+        low, high = map(float, ends.split(" to "))
+        assert low > -retrofit.SMALLEST and float(mean) > 0, "no mechanism helps"
+        nothing = high < retrofit.SMALLEST
+        assert nothing == (name != "depth_attention − queries") and (float(holm) < 0.05) == (low > 0)
+        assert f"{mean} ({ends})".replace("-", "−") in page, name
+    assert "**Result: no mechanism helps.**" in page and "raises it by 0.004 (0.002 to 0.006)" in front
