@@ -755,6 +755,7 @@ def growth(served):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.slow
 def test_requests_leave_memory_flat(served):
     """A leak shows each time, an allocator that finds its size not always."""
     assert any(growth(served) < BOUND for _ in range(4))

@@ -459,6 +459,7 @@ def test_evaluation_is_one_graph(case):
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
 
 
+@pytest.mark.slow
 @in_two_lots(FAST[::4])
 def test_two_fsdp_ranks_are_one_process(tmp_path, cases):
     """Many cases in one launch, since starting two processes costs more than the comparison."""
