@@ -242,7 +242,7 @@ TRAIN = [
     ("good.yaml --out run", "run"),
     ("good.yaml --out /proc/fathom", "/proc/fathom"),
     *((f"good.yaml --run {name} --dry-run", name) for name in ("file", "file/run", "/proc/fathom")),
-    ("good.yaml --run plain", "plain contains config.json"),
+    ("good.yaml --run plain", "plain holds a model (config.json)"),
     ("good.yaml --run corpus/out --dry-run", "corpus/out holds token shards (index.json)"),
     ("good.yaml data.directory=good.txt", "good.txt is a file, not a corpus: `fathom prepare good.txt"),
     ("--from run@last --run new", "run@last"),
@@ -615,7 +615,7 @@ LINEAGE = [
     ("search empty.card --library library --top -1", "--top -1"),
     ("identify model --library library", "library: no card in it"),
     ("identify model --library folder", "folder: no card in it"),
-    ("identify model --library nowhere", "nowhere: no such directory"),
+    ("identify model --library nowhere", "nowhere does not exist"),
     ("attack nowhere --out new --kind scale", "nowhere"),
     ("attack plain --out new --kind nope", "nope"),
     ("attack plain --out folder --kind scale", "folder"),
@@ -769,8 +769,8 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = {case.line: case for case in _cases()}
-PROGRESS = re.compile(r"[^ ]+: (opening )?[^ ]+|fathom: warning: .*")
-"""What a command may say before its complaint: evaluate names what it is at."""
+PROGRESS = re.compile(r"[^ ]+: (opening )?[^ ]+|opening [^ ]+|fathom: warning: .*")
+"""What a command may say before its complaint: `evaluate` and `train` name what they open."""
 NOT_OURS = {".verified.json"}
 """A corpus remembers which of its shards were found intact."""
 AS_PROCESSES = (
