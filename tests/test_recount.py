@@ -99,4 +99,4 @@ def test_the_verdict_on_learned_gates_is_that_of_the_log() -> None:
         assert nothing == (name != "depth_attention − queries") and (float(holm) < 0.05) == (low > 0)
         assert f"{mean} ({ends})".replace("-", "−") in page, name
     assert "**Result: no mechanism meets the registered rule" in page
-    assert "by 0.004 (0.002 to 0.006) at its chosen" in front
+    assert "by 0.004 (0.002 to 0.006) at its chosen learning rate" in front
