@@ -10,7 +10,7 @@ iteration opens over `growth_open` of the steps: λ rises from 0 at the first st
     x_{k-1} + λ (x_k - x_{k-1})          k is the last iteration, x_k what the looped layers leave after it
 
 So at that step the loss is that of one iteration fewer, to the last bit. All of it is a function of s and S: a resumed
-run goes on as it would have.
+run continues as it would have.
 """
 
 from __future__ import annotations
