@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Generator
@@ -97,6 +98,26 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def logged() -> Generator[Callable[[str], list[str]], None, None]:
+    """`logged(NAME)` is a list of what a logger and those below it warn from now on, whatever other tests told them."""
+    attached: list[tuple[logging.Logger, logging.Handler, int]] = []
+
+    def begin(name: str) -> list[str]:
+        lines: list[str] = []
+        logger, handler = logging.getLogger(name), logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+        attached.append((logger, handler, logger.level))
+        logger.addHandler(handler)
+        logger.setLevel(logging.WARNING)
+        return lines
+
+    yield begin
+    for logger, handler, level in attached:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")

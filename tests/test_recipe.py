@@ -276,7 +276,7 @@ def test_what_is_written_is_read_back(
     assert load_recipe(path) == recipe
 
 
-@pytest.mark.parametrize("project", ["\x85", "a\u2028b", "é\u2029", "café", "null", "5"])
+@pytest.mark.parametrize("project", ["\x85", "a\u2028b", "é\u2029", "café", "null", "5", "1e-3", "0E0"])
 def test_text_is_read_back_as_it_was(project: str, tmp_path: Path) -> None:
     """Unicode's own line breaks too."""
     recipe = parse_recipe({"track": {"project": project}})

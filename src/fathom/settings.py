@@ -16,6 +16,7 @@ import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -61,10 +62,10 @@ class Section:
 
     def to_yaml(self) -> str:
         """The settings as YAML, from which equal settings can be read back."""
-        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        text = dump(self.to_dict())
         # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
         escaped = any(character in text for character in "\x85\u2028\u2029")
-        return yaml.safe_dump(self.to_dict(), sort_keys=False) if escaped else text
+        return dump(self.to_dict(), allow_unicode=False) if escaped else text
 
 
 S = TypeVar("S", bound=Section)
@@ -223,9 +224,19 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text 1e-3, which `_Loader` would else read as a number."""
+
+
+for one in (_Loader, _Dumper):
+    one.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
+
+
+def dump(values: object, allow_unicode: bool = True) -> str:
+    """Values as YAML that a settings file may contain."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=allow_unicode)
 
 
 KINDS = {
@@ -255,9 +266,14 @@ def kind_of(values: Mapping[str, object], default: str) -> str:
     return next((name for name, sections in KINDS.items() if any(one in values for one in sections)), default)
 
 
+@lru_cache(maxsize=64)
+def _loaded(text: str) -> Any:
+    return yaml.load(text, _Loader)
+
+
 def _yaml(text: str, source: str) -> Any:
     try:
-        return yaml.load(text, _Loader)
+        return deepcopy(_loaded(text))  # one recipe is read many times in a comparison, and PyYAML takes milliseconds
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, " ".join(str(error.problem).split())
         place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"

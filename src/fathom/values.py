@@ -61,6 +61,8 @@ def fit(hint: Any, value: Any, name: str = "", read: Read = lambda hint, value, 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """The class or special form of a hint, and its arguments; an alias (`type X = …`, NewType) is resolved."""
+    if type(hint) is type:  # most hints, and none of what follows
+        return hint, ()
     hint = getattr(hint, "__value__", getattr(hint, "__supertype__", hint))
     return typing.get_origin(hint) or hint, typing.get_args(hint)
 

@@ -15,7 +15,7 @@ from tests.tiny import tiny_recipe
 
 from .conftest import StopAt
 
-STEPS = 8
+STEPS = 4
 ONCE = f"train.checkpoint_every={STEPS}"  # at the end: what nobody continues needs none before
 
 
@@ -35,8 +35,8 @@ def train_on_two_ranks(corpus: Path, folder: Path) -> None:
     train(small(corpus, ONCE, "train.activation_checkpointing=true"), folder / "checkpointed")
     # Continue what one process began, and begin what one process will continue. The signal reaches one rank only.
     train(small(corpus, "parallel.name=ddp"), folder / "one-then-two")
-    result = train(small(corpus), folder / "two-then-one", callbacks=[StopAt(4)])
-    assert not result.finished and 4 <= result.step < STEPS
+    result = train(small(corpus), folder / "two-then-one", callbacks=[StopAt(2)])
+    assert not result.finished and 2 <= result.step < STEPS
     ranks = start(small(corpus))
     wrong = build_training(small(corpus), ranks)
     found = []
@@ -54,7 +54,7 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     train(small(corpus, ONCE), folder / "single")
     train(small(corpus, ONCE, "optim.name=muon"), folder / "single-muon")
-    assert not train(small(corpus), folder / "one-then-two", callbacks=[StopAt(4)]).finished
+    assert not train(small(corpus), folder / "one-then-two", callbacks=[StopAt(2)]).finished
     processes.run_ranks(2, train_on_two_ranks, corpus, folder)
     train(small(corpus), folder / "two-then-one")
     return folder

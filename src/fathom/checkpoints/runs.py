@@ -9,6 +9,7 @@ import copy
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -322,10 +323,14 @@ class Blocks:
     lora: dict[str, object] | None = None
 
 
+@lru_cache(maxsize=8)
+def _blocks(text: str) -> Blocks:
+    return restored(Blocks, yaml.safe_load(text))
+
+
 def _recipe_of(directory: Path) -> Blocks:
     try:
-        recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
-        return restored(Blocks, recipe)
+        return copy.deepcopy(_blocks((directory / RECIPE).read_text(encoding="utf-8")))  # an opening asks several times
     except (OSError, ValueError, KeyError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise ModelError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
 

@@ -7,8 +7,6 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.layout import HEAL
 from fathom.deepen.request import Request
@@ -17,6 +15,7 @@ from fathom.models.axes.gates import LEARNED
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import mechanism_cost
 from fathom.recipe import parse_recipe
+from fathom.settings import dump
 
 STEPS = 600
 """Default optimizer steps. A step has up to 8,192 tokens, so about 5 million tokens in all."""
@@ -137,7 +136,7 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     commands = {name: getattr(paths, name) for name in ("prepare", "train", "control", "report")}
     words = {"directory": paths.directory, "name": request.name, "opening": opening, "steps": healing.steps}
     header = HEADER.format(**words, **commands, other=ADAPTED if healing.lora else FULL)
-    return header + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return header + "\n" + dump(values)
 
 
 def gains_of(request: Request) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import yaml
 from markupsafe import Markup
 
 from fathom.experiments.arms import Arm
@@ -15,6 +14,7 @@ from fathom.report import html
 from fathom.report.numbers import DASH, short
 from fathom.report.plots import IntervalMark, Line, ends, interval_plot, reach
 from fathom.report.tables import PlainTable, without
+from fathom.settings import dump
 
 
 def tables(report: ComparisonReport) -> list[PlainTable]:
@@ -415,5 +415,5 @@ def _shared(report: ComparisonReport) -> str:
 
 def _provenance(report: ComparisonReport) -> Markup:
     arms = [{"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in report.arms]
-    text = yaml.safe_dump({"arms": arms, "recipe": report.recipe}, sort_keys=False, allow_unicode=True)
+    text = dump({"arms": arms, "recipe": report.recipe})
     return html.source(report) + html.details("The recipe", text)

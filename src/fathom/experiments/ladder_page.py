@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
 from markupsafe import Markup
 
 from fathom.experiments.acquisition import SOLVED
@@ -20,6 +19,7 @@ from fathom.report.plots import Line
 from fathom.report.provenance import machine
 from fathom.report.results import to_json
 from fathom.report.tables import PlainTable, without
+from fathom.settings import dump
 
 RUNS = "runs.jsonl"
 FLOPS = "training FLOPs, log10"
@@ -505,5 +505,5 @@ def _method(report: LadderReport) -> list[str]:
 
 
 def _provenance(report: LadderReport) -> Markup:
-    text = yaml.safe_dump(asdict(report.plan), sort_keys=False, allow_unicode=True)
+    text = dump(asdict(report.plan))
     return html.source(report) + html.details(f"The ladder, SHA-256 {report.ladder}", text)
