@@ -1,6 +1,8 @@
 """Loop iterations per token: the limit at run time (`--max-trips`), and the number that a token actually used.
 
-What `reasoning_effort` means is in `inference/server.py`.
+What `reasoning_effort` means is in `inference/server.py`. A `max_trips` above the iterations of training is refused
+here for commands, by `trips_asked` in `models/modeling.py` for a forward pass, and by `models/configuration.py`.
+`models/modeling.py` (`trips_asked`) applies a limit, and `evaluation/scoring.py` (`under_budgets`) scores several.
 """
 
 from __future__ import annotations

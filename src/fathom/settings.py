@@ -2,6 +2,9 @@
 
 A file may name another as `base` and overrides its keys; dotted `key=value` words override both. A section checks
 itself when it is created, from YAML or in Python. An error is one line: the key, the value, and what is allowed.
+
+`packaged_recipes` finds the recipes that come with Fathom. The keys of a training run are in `recipe.py`, those of a
+corpus in `corpus/recipe.py`; `cli/parser.py` lists them for `--keys`.
 """
 
 from __future__ import annotations

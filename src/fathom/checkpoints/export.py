@@ -4,6 +4,11 @@ There are four forms. `fathom` contains the code of `models/` and supports every
 the model's original family, or of one that it equals tensor for tensor; every axis must have its first value. A
 family's name selects that family. `unrolled` turns a loop into the equal, deeper stock model with repeated weights,
 which any engine serves. `gguf` is this model, or the plain one, as a file for llama.cpp.
+
+`to_gguf.py` decides which models and tokenizers a GGUF file can hold, `families/registry.py` (`unlike`) which family a
+model fits. `models/packages.py` finds the source files of mechanisms from other packages. `special_tokens.py` decides
+which EOS, BOS and padding ids are kept, and `hashes.py` writes `weights.sha256`. `models/trips/walk.py` refuses
+`torch.export` with `prefill: exact`.
 """
 
 from __future__ import annotations
@@ -109,7 +114,7 @@ def export(
 
 
 def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder next to a directory that will be written."""
+    """A temporary folder next to a directory that will be written; a rename out of it is atomic."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         return tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-")
@@ -169,7 +174,10 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
 def _stock(
     config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM, name: str | None = None
 ) -> PreTrainedModel:
-    """Convert some layers of a model, in a given order, to a model of a family's own class."""
+    """Convert some layers of a model, in a given order, to a model of a family's own class.
+
+    A switch that no family has, such as keys that are normed after rotation, is refused by name.
+    """
     layers = list(layers)
     plain = _plain(config, layers)
     family = FAMILIES[name] if name is not None else family_of(plain)
@@ -364,7 +372,10 @@ def _add_code(directory: Path, config: FathomConfig) -> None:
 
 def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the tokenizer's special tokens into the model's configurations, and its context length into the
-    tokenizer's."""
+    tokenizer's.
+
+    EOS, BOS and padding ids that are not special tokens of the tokenizer are replaced by the tokenizer's own.
+    """
     config = model.config
     ends = known(config.eos_token_id, tokenizer) or as_list(tokenizer.eos_token_id)
     begin = known(config.bos_token_id, tokenizer) or as_list(tokenizer.bos_token_id)

@@ -1,6 +1,9 @@
 """The model directory for a path: itself, a run's model, or the model of a comparison's best run.
 
 Only names and reports are read here, no weights, so torch is not imported.
+
+`runs.py` opens the weights of a run's checkpoints, also for `fathom export`. `hub.py` decides which names are
+the Hub's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Read GGUF files of Llama- and Qwen-like models as the Hugging Face tensors from which they were converted."""
+"""Read GGUF files of Llama- and Qwen-like models as the Hugging Face tensors from which they were converted.
+
+`from_gguf.py` opens a GGUF file as a model, and `to_gguf.py` writes one.
+"""
 
 from __future__ import annotations
 

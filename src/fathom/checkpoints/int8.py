@@ -5,6 +5,9 @@ rounds what the first leaves. With one digit, inputs would cost more accuracy th
 which FBGEMM, a part of torch, computes; the sums are exact. So a token's products depend on nothing but the token, to
 the bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are
 scaled before, and a row with the ends of the range stands below them.
+
+`quantise` says which layers keep their dtype. `open.py` calls it for `--weights int8`, and `inference/layout.py`
+refuses eight bits for a server where they are slower.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Names of the files in a model directory, a run and a comparison."""
+"""Names of the files in a model directory, a run and a comparison.
+
+`run_and_step` reads names of checkpoints such as `RUN@step-400`; `runs.py` opens these checkpoints.
+"""
 
 from __future__ import annotations
 

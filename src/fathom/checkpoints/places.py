@@ -1,5 +1,8 @@
 """Check output paths: a folder must not hold another command's output, a file must be new or of the kind to be
-written."""
+written.
+
+`export.py` (`require_replaceable`) decides which directory an export may replace.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 
 The copy (`shrink.py`) has random weights (`twin.py`). transformers' class and Fathom open it and run it in several
 ways, and their logits must be equal, to the last bit unless the family says why they cannot be (`Family.rounding`).
+
+The model's own weights are not used. `ignore_keys` are ignored by Fathom alone; the family's class reads them
+(`open_both`).
 """
 
 from __future__ import annotations

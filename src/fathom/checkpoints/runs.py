@@ -1,6 +1,9 @@
 """Open the models of runs and comparisons on disk, without importing the training code.
 
 `newest_checkpoint` chooses the newest checkpoint of a run that is intact.
+
+`config_of` is the configuration of a recipe's model block with `from_pretrained`; `models/loading.py` refuses keys that
+contradict the checkpoint's shapes. `find.py` finds a comparison's best run.
 """
 
 from __future__ import annotations

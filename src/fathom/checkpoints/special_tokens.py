@@ -1,4 +1,8 @@
-"""The tokens that begin, end and pad texts, from a checkpoint's configuration and its tokenizer."""
+"""The tokens that begin, end and pad texts, from a checkpoint's configuration and its tokenizer.
+
+`inference/settings.py` (`fathom generate`, `fathom serve`) and `export.py`, which writes the `generation_config.json`
+of transformers' `generate`, take `stop_tokens` from here, so all stop at the same tokens.
+"""
 
 from __future__ import annotations
 

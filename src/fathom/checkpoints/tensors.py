@@ -2,6 +2,8 @@
 
 The safetensors format is eight bytes of little-endian header length, a JSON header `{name: dtype, shape,
 data_offsets}`, then the raw numbers. Everything in a header is checked before any data is read.
+
+`is_pickle` says which formats may hold a pickle. `check.py` decides which files of a directory are refused.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 For a `llama`, llama.cpp rotates pairs of neighbouring channels, not the two halves of a head: the rows of queries and
 keys are reordered accordingly.
+
+`_check` refuses scaled RoPE, sliding windows and other families; `_splitting` takes a byte-level BPE that splits words
+as in GPT-2, SmolLM, Llama 3 or Qwen, and refuses other tokenizers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Tokenizers of model directories: open one, identify it, and read how its files encode bytes and numbers."""
+"""Tokenizers of model directories: open one, identify it, and read how its files encode bytes and numbers.
+
+`special_tokens.py` decides which tokens begin, end and pad texts; `data/tokenizer.py` trains tokenizers.
+"""
 
 from __future__ import annotations
 

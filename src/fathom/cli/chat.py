@@ -1,4 +1,8 @@
-"""`fathom chat MODEL`: a conversation in the terminal, or over a pipe."""
+"""`fathom chat MODEL`: a conversation in the terminal, or over a pipe.
+
+`inference/conversation.py` answers the lines: it has the commands such as `/reset` and `/set`, and keeps an answer that
+Ctrl-C stops. `wrapping.py` wraps whole words at the terminal's width. The options of sampling are in `generate.py`.
+"""
 
 from __future__ import annotations
 

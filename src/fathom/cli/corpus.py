@@ -1,4 +1,8 @@
-"""`fathom corpus RECIPE.yaml [key=value ...]`."""
+"""`fathom corpus RECIPE.yaml [key=value ...]`.
+
+`corpus/pipeline.py` builds the corpus. Nothing here imports torch: `data/plain_tokenizer.py` stands in for
+transformers.
+"""
 
 from __future__ import annotations
 

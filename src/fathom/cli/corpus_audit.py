@@ -1,4 +1,7 @@
-"""`fathom corpus audit INPUT ... --benchmark NAME=PATH`."""
+"""`fathom corpus audit INPUT ... --benchmark NAME=PATH`.
+
+The exit code is 1 if a question was found, 0 if none was (`run`), and 2 for bad input (`main.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
 """`fathom deepen MODEL --with MECHANISM --out DIR`; `--search` ranks layers to loop, `--screen` scores gates, and
-`--exit` sets an exit threshold."""
+`--exit` sets an exit threshold.
+
+In `deepen/`, `request.py` reads `--with`, `write.py` writes the model, compares its logits and keeps an edited
+`heal.yaml`, `heal.py` makes the recipe and the commands, `spans.py` does `--search`, `screen.py` `--screen` and
+`exits.py` `--exit`.
+"""
 
 from __future__ import annotations
 

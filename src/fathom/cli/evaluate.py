@@ -1,4 +1,9 @@
-"""`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES`."""
+"""`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES`.
+
+`evaluation/scoring.py` runs the command: it opens models, keeps results (`--out`) and records tasks that fail, for
+which `run` below returns the exit code 1. Next to it, `tasks.py` reads tasks and their documents, `harness.py` runs
+lm-eval, `perplexity.py` reads texts and scores them, and `paired.py` computes differences.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`fathom evaluate caches MODEL [MODEL ...] --kvcache METHODS`."""
+"""`fathom evaluate caches MODEL [MODEL ...] --kvcache METHODS`.
+
+`evaluation/caches/evaluate.py` runs the command; `page.py` next to it makes the tables and the verdict. `fathom
+evaluate --tasks NAMES --kvcache METHODS` is `evaluation/scoring.py`.
+"""
 
 from __future__ import annotations
 

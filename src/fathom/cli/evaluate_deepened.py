@@ -1,4 +1,8 @@
-"""`fathom evaluate deepened BASE DEEPER CONTROL --tasks NAMES --perplexity FILES`."""
+"""`fathom evaluate deepened BASE DEEPER CONTROL --tasks NAMES --perplexity FILES`.
+
+`evaluation/deepened.py` writes the sentences and decides which differences count; `evaluation/paired.py` has the
+intervals over documents.
+"""
 
 from __future__ import annotations
 

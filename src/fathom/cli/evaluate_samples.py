@@ -1,4 +1,7 @@
-"""`fathom evaluate samples FOLDER FOLDER [FOLDER ...]`."""
+"""`fathom evaluate samples FOLDER FOLDER [FOLDER ...]`.
+
+`evaluation/samples.py` pairs the runs and decides which metrics are shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`fathom evaluate tuned BASE TUNED --benchmark DIR`."""
+"""`fathom evaluate tuned BASE TUNED --benchmark DIR`.
+
+`evaluation/pairs.py` reads the questions, asks them and judges; `pair_page.py` next to it makes the table,
+`report.html` and `card.md`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`fathom export RUN --to DIR`."""
+"""`fathom export RUN --to DIR`.
+
+`checkpoints/export.py` has the forms of an export and writes directories, `checkpoints/to_gguf.py` a GGUF file.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""`fathom generate MODEL PROMPT`, or `--prompts FILE [--out FILE]`."""
+"""`fathom generate MODEL PROMPT`, or `--prompts FILE [--out FILE]`.
+
+In `inference/`, `settings.py` combines the options with `generation_config.json`, `generate.py` generates and prints
+the speed line, `prompt_file.py` answers a file of prompts and resumes, and `prompt.py` makes token ids of a prompt.
+`kvcache/policy.py` chooses the cache of `--kvcache`. `_report` below has the exit code 1 of a file whose prompts all
+fail.
+"""
 
 from __future__ import annotations
 

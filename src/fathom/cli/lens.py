@@ -1,4 +1,8 @@
-"""`fathom lens MODEL TEXT -o lens.html`."""
+"""`fathom lens MODEL TEXT -o lens.html`.
+
+`lens/look.py` computes the numbers, `lens/page.py` writes the page, and `lens/lens.js` draws it. `open_checkpoint` runs
+no code of the model's directory here, because `trust_remote_code` is not set.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""`fathom lineage COMMAND ...`: each command is a typed function, whose parameters are its options."""
+"""`fathom lineage COMMAND ...`: each command is a typed function, whose parameters are its options.
+
+Each calls the module of a similar name in `lineage` or `lineage/publishing`; `layers` is in `ancestry.py`, and
+`calibrate` writes by `nulls.py`. In `lineage`, `weights.py` opens models, `comparison.py` decides which layers are
+read and which controls are used, `evidence.py` has the p-values, and `verdict.py` the verdicts and their exit codes.
+`main.py` ends with 2 if the input is unusable.
+"""
 
 from __future__ import annotations
 

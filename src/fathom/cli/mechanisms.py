@@ -1,4 +1,8 @@
-"""`fathom mechanisms [--config DIR|RECIPE]`."""
+"""`fathom mechanisms [--config DIR|RECIPE]`.
+
+`experiments/catalogue.py` makes the table of costs, which `models/cost.py` computes. The star marks mechanisms that
+declare `closed` (`models/axes/roles.py`).
+"""
 
 from __future__ import annotations
 

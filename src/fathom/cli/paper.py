@@ -1,4 +1,8 @@
-"""`fathom compare papers/NAME/TABLE`: reproduce a paper's table next to its published numbers."""
+"""`fathom compare papers/NAME/TABLE`: reproduce a paper's table next to its published numbers.
+
+`experiments/paper.py` reads the table's file and computes the dry run. `experiments/paper_table.py` trains, scores the
+tasks, and finds arms that are one model.
+"""
 
 from __future__ import annotations
 

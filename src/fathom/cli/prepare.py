@@ -1,4 +1,9 @@
-"""`fathom prepare INPUT ... --tokenizer T --out DIR`."""
+"""`fathom prepare INPUT ... --tokenizer T --out DIR`.
+
+`corpus/prepare.py` writes the shards. `data/sources.py` tells files, globs, URLs and `hf:` apart and reads them,
+`data/tokenizer.py` trains a tokenizer, and `data/shards.py` decides which documents are held out. `data/cloud.py`
+copies the corpus for `--upload`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""`fathom serve MODEL --port 8000`."""
+"""`fathom serve MODEL --port 8000`.
+
+Here are the options. `inference/launch.py` starts and stops the server, and decides what SIGTERM and a failure of the
+engine do; `server.py` next to it has the routes, `gate.py` checks keys and limits, `access_log.py` writes the log,
+`engine.py` runs the requests, `cache_memory.py` and `prefixes.py` decide on memory, `drafting.py` on drafts,
+`layout.py` on packed weights. `checkpoints/open.py` opens the model, and `checkpoints/check.py` refuses directories
+before.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`--workers`, `--threads`, `--executor` and `executor.KEY=value` of a comparison or a ladder."""
+"""`--workers`, `--threads`, `--executor` and `executor.KEY=value` of a comparison or a ladder.
+
+`experiments/schedule.py` starts the workers, `corpus/remote.py` those on Slurm or Ray. `experiments/task_claims.py`
+decides when a worker takes over a run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""`fathom train RECIPE [key=value ...]`, or resume a run, or branch it."""
+"""`fathom train RECIPE [key=value ...]`, or resume a run, or branch it.
+
+The exit codes are set here. In `training/`, `loop.py` resumes a run, handles signals and refuses a run of another
+recipe, `build.py` makes the steps, `first.py` checks the first ones, `branching.py` decides what a branch may change,
+`parallel.py` chooses device and strategy, `tokenizer.py` refuses another tokenizer, and `probe.py` ends a probe.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """`fathom try MODEL`: add one mechanism to a model that you have, train it and its control, and compare, in one
-command."""
+command.
+
+`deepen/trial.py` runs the steps, and `deepen/trial_page.py` writes the page.
+"""
 
 from __future__ import annotations
 

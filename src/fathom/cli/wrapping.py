@@ -1,4 +1,7 @@
-"""Wrap text that arrives in pieces, with line breaks only between words."""
+"""Wrap text that arrives in pieces, with line breaks only between words.
+
+`fathom chat` uses it in a terminal (`chat.py`); `COLUMNS` is read by `line_width` in `report/tables.py`.
+"""
 
 from __future__ import annotations
 

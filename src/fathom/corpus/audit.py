@@ -4,6 +4,9 @@ misses.
 The documents are read as `fathom corpus` reads them, rows of data sets with all of their fields, and searched as they
 are: nothing is filtered before. Then the audit plants each benchmark's own questions in excerpts of these documents, in
 every form of `forms.py`, and counts how many it finds. The result is the same for every number of workers.
+
+`search.py` searches, `planting.py` plants and `leak_rules.py` decides what is found; `benchmarks.py` reads a
+benchmark's files. `cli/corpus_audit.py` sets the exit code.
 """
 
 from __future__ import annotations

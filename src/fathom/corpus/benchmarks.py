@@ -1,4 +1,9 @@
-"""Benchmarks: reads items in several file formats, and checks a benchmark for faults of its own."""
+"""Benchmarks: reads items in several file formats, and checks a benchmark for faults of its own.
+
+`contamination.py` writes the faults and which items are `dirty`; `publish.py` puts both into `benchmark/`.
+`leak_rules.py` ignores labels of several questions, and says which questions are too short to find.
+`evaluation/pairs.py` asks a model the questions. Outside the package, `benchmarks/expert.py` makes questions.
+"""
 
 from __future__ import annotations
 

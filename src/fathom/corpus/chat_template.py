@@ -5,6 +5,8 @@ A template is a program and does not say which part of its output is a message. 
 which a unique mark replaces every message; the text between the marks belongs to the template. With the messages put
 back in place of the marks, the result must equal the template's output for the original conversation. A template that
 rewrites messages, by removing earlier thoughts for example, is refused for these conversations.
+
+`converse.py` lists such a conversation in `rejected.jsonl` as `no_template`. `templates.py` has the built-in templates.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ that is another question of the same pattern.
 
 A few questions may share a scenario. Seeds that stand only in it lead to each of them, but the scenario is nobody's
 question: to the end of the question the text must agree, and the question's answer must follow.
+
+`leak_rules.py` finds undamaged questions. `planting.py` measures the share of damaged questions that is found.
 """
 
 from __future__ import annotations

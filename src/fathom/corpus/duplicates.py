@@ -14,6 +14,9 @@ A document's address is its file's number and its row.
 Two conversations are similar if both their trained messages and the remaining ones are. A document and a conversation
 are never similar. Rows of a table are duplicates only if they are equal, since its templates make similar ones on
 purpose.
+
+`document_digest` in `clean.py` decides which conversations are equal: those with equal roles, contents and loss masks.
+`minhash.py` chooses the pairs to compare, by `deduplicate.bands`.
 """
 
 from __future__ import annotations
@@ -349,7 +352,11 @@ class _RunSets:
 
 
 class Duplicates(_Global):
-    """Lists the rows to remove from each file, and for each removed document the kept document that it matched."""
+    """Lists the rows to remove from each file, and for each removed document the kept document that it matched.
+
+    It is a single task, so it runs on one machine, and holds 24 bytes for each verified pair: two addresses and a
+    similarity. Documents are ranked by the collection's priority, then length, then id and path.
+    """
 
     name = "duplicates"
     version = 2

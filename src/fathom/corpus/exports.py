@@ -1,4 +1,8 @@
-"""Exports kept documents to the formats of other training programs and of lm-eval, without importing these programs."""
+"""Exports kept documents to the formats of other training programs and of lm-eval, without importing these programs.
+
+TRL and LLaMA-Factory cannot express loss masks, so their exports leave out conversations with an untrained answer,
+which `card.py` counts. `publish.py` puts the files into `exports/NAME/`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The result of extracting text from a file: a status, and the text if there is any."""
+"""The result of extracting text from a file: a status, and the text if there is any.
+
+`ingest.py` lists every status but `ok` in `failed.jsonl`.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,9 @@ The page is read a second time, by one small parser that shares no code with the
 words. Between the same words, two to each side, the same numbers must stand. A number with an exponent or an index is
 one number: 2³² is not 232. Where the page's words are not in the text, the reader has left out the passage, and nothing
 is compared. Marks of notes, which are links, may be left out.
+
+`ingest.py` chooses the files (`ingest.check`) and writes `numbers.jsonl`; `card.py` says how many numbers were altered
+or lost.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ invisible characters. It decomposes compatibility forms (NFKC), and replaces let
 letters that they look like. Joining words that a line break hyphenates takes a vocabulary.
 
 `bare` is the second reading: without citations, notes, links, time codes and line numbers (`apparatus.py`).
+
+`attributes` reads the attributes of tags. `confusables.py` lists the lookalike letters.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The remaining documents: cleaned, without duplicates and without contaminated ones."""
+"""The remaining documents: cleaned, without duplicates and without contaminated ones.
+
+`clean.py`, `duplicates.py` and `contamination.py` decide what is left out.
+"""
 
 from __future__ import annotations
 

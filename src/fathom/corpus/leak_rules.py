@@ -11,7 +11,10 @@ Up to eight words, label words ("Answer: (b)", "He replied:") and the other choi
 answer; the answer may also stand before its question, as in a row whose keys are sorted, or behind reasons that end
 with "so the answer is". An answer that any text has, such as `no` or `3`, counts only after label words. Runs that
 several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
-Questions with errors in them are found by `damaged.py`.
+Questions with errors in them are found by `damaged.py`, which also decides on questions that share a scenario.
+
+Words are compared after folding (`folding.py`). `stems_of` leaves out labels at the beginning or end of several
+questions. Paraphrases, translations and solutions without their question are not searched for.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Each hash function keeps the smallest value over a document's runs. Two documents agree in one function with
 probability J, the Jaccard similarity of their runs. They agree in a band of r functions with probability J^r, and in at
 least one of b bands with probability 1 - (1 - J^r)^b.
+
+`duplicates.py` verifies the pairs, and decides by `deduplicate.jaccard` which document is removed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Text of PDF files by PDFium: running heads removed, words and lines put together again, superscripts kept."""
+"""Text of PDF files by PDFium: running heads removed, words and lines put together again, superscripts kept.
+
+`pdf_scripts.py` finds superscripts, only in words with a digit.
+"""
 
 from __future__ import annotations
 

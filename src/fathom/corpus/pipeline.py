@@ -1,6 +1,8 @@
 """`fathom corpus`: runs every stage in order, but only tasks that changed, and publishes the result.
 
-`stage.py` names the folder of a task's result by a hash, and renames it into place.
+`stage.py` names the folder of a task's result by a hash, renames it into place, and removes results of earlier recipes.
+Results with a changed file are named and made again (`_discard_damaged`). Stages list their tasks in this process, so
+`ingest.py` hashes the inputs on one machine. `budget.py` refuses a mixture before `publish.py` writes a shard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The stages of `fathom prepare`: inputs are read into files of documents, and these are encoded into token shards."""
+"""The stages of `fathom prepare`: inputs are read into files of documents, and these are encoded into token shards.
+
+`data/sources.py` finds and reads the inputs, `tokens.py` encodes and trains the tokenizer, and `prepare.py` joins the
+shards and removes `.prepare`.
+"""
 
 from __future__ import annotations
 

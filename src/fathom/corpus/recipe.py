@@ -1,4 +1,10 @@
-"""The recipe of `fathom corpus`: collections of documents and how they are processed."""
+"""The recipe of `fathom corpus`: collections of documents and how they are processed.
+
+Sections and who reads them: `ingest`: `ingest.py`, `sandbox.py`; `normalize`, `filter`: `clean.py`, `quality.py`;
+`deduplicate`: `duplicates.py`; `decontaminate`: `contamination.py`, `leak_rules.py`; `tokenize`: `tokens.py`;
+`converse`: `converse.py`, `templates.py`; `mix`: `budget.py`, `publish.py`; `exports`: `exports.py`; `executor`:
+`executor.py`, `remote.py`.
+"""
 
 from __future__ import annotations
 

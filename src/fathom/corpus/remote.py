@@ -1,4 +1,7 @@
-"""datatrove as the scheduler of tasks: local processes, Slurm job arrays, or Ray. A task is one rank."""
+"""datatrove as the scheduler of tasks: local processes, Slurm job arrays, or Ray. A task is one rank.
+
+`executor.py` is the default process pool.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A separate process for reading files that may crash it, hang, or use too much memory.
 
-Requests and replies are JSON lines. The process ends with its parent, and at the limit of time or memory.
+Requests and replies are JSON lines. The process ends with its parent, and at the limit of time (`ingest.max_seconds`)
+or memory (`ingest.max_memory`). `ingest.py` lists the file in `failed.jsonl`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 A template returns a list of pieces, text or special tokens, each trained on or not. The text between two special tokens
 is encoded in one go and never parsed for special tokens, so a user's text cannot end a turn.
+
+`plain` in `data/tokenizer.py` encodes text literally. `chat_template.py` reads a tokenizer's own template. `tokens.py`
+gives a tokenizer without one the template of `CHATS`, and a new tokenizer the template's tokens. `converse.py` lists
+what cannot be encoded in `rejected.jsonl`.
 """
 
 from __future__ import annotations
@@ -116,7 +120,8 @@ CHATS = {
 
 
 def is_trained(message: ChatMessage) -> bool:
-    """Whether a message is trained on. The assistant's messages are, unless they have `train: false`."""
+    """Whether a message is trained on. The assistant's messages are, unless they have `train: false`, which clears the
+    message's bits in the loss mask."""
     return bool(message["role"] == "assistant" and message.get("train", True))
 
 

@@ -1,4 +1,10 @@
-"""Kept documents as token shards: a tokenizer, then shards for each group of files of one collection."""
+"""Kept documents as token shards: a tokenizer, then shards for each group of files of one collection.
+
+`training_texts` trains a tokenizer on kept training documents alone. A tokenizer without a chat template gets that of
+`chatml` or `alpaca` (`CHATS` in `templates.py`). It yields `--tokenizer-bytes` of text, or less if the different words
+exceed `WORDS_AT_MOST`. `data/tokenizer.py` trains the tokenizer and encodes special tokens in documents as text;
+`data/shards.py` writes shards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""ReAct traces: converts a text of thoughts, actions and observations into a conversation with tool calls."""
+"""ReAct traces: converts a text of thoughts, actions and observations into a conversation with tool calls.
+
+`ingest.py` (`_json`) finds the traces in `trace` or `text`; with a collection's `tools`, it leaves out traces that use
+other tools (`require_tools`), as `parse_error` in `failed.jsonl`.
+"""
 
 from __future__ import annotations
 

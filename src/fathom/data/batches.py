@@ -1,4 +1,12 @@
-"""Batches as a pure function of (seed, step, rank layout): a run resumes from one integer, on any number of ranks."""
+"""Batches as a pure function of (seed, step, rank layout): a run resumes from one integer, on any number of ranks.
+
+`training/build.py` decides the sizes of a step's batch and micro-batches (`train.tokens_per_step`), and divides losses
+by `Batch.num_targets`, the targets of the global batch.
+
+`rows.py` cuts windows, separates documents and spreads a sample (`max_tokens`); `targets.py` packs conversations.
+`permutation.py` computes the order of an epoch, `mixture.py` the collection of a row. `training/build.py` makes the
+plan of a run.
+"""
 
 from __future__ import annotations
 

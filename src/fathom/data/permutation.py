@@ -1,4 +1,7 @@
-"""A shuffle of any size without an array: a keyed Feistel network, applied until the result lies in the range."""
+"""A shuffle of any size without an array: a keyed Feistel network, applied until the result lies in the range.
+
+`batches.py` (`_shuffled`) makes one for each (seed, epoch).
+"""
 
 from __future__ import annotations
 

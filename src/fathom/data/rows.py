@@ -1,4 +1,9 @@
-"""Sequences of a dataset, read by number: windows of its text, packed whole documents, or generated puzzles."""
+"""Sequences of a dataset, read by number: windows of its text, packed whole documents, or generated puzzles.
+
+With `packing: windows` a row is one text. With `documents`, `position_ids` restart at each document, whose first token
+is not predicted; `models/modeling.py` makes the masks that stop attention there. `targets.py` packs conversations and
+refuses those that are too long; `batches.py` chooses the rows of a step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Tables of separated values (`.csv`, `.tsv`): a header names the columns, and each row is a record."""
+"""Tables of separated values (`.csv`, `.tsv`): a header names the columns, and each row is a record.
+
+`corpus/verbalizer.py` writes questions about the values of a table, for collections of `kind: table`.
+
+`sources.py` reads all other formats.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The loss mask of a shard, one bit per token in a file next to the tokens; and sequences packed from whole documents.
 
-Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
+Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0. Whole conversations are packed
+by best fit (`pack_rows`); each has its own positions, and EOS with label -100 fills the rest (`fill`).
 
 For a tokenizer's own chat template, `corpus/chat_template.py` decides what the loss mask covers: what the template
 marks by `{% generation %}`, else the assistant's messages. For the built-in templates, `corpus/templates.py` decides.

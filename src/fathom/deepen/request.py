@@ -1,4 +1,8 @@
-"""Parse `--with` and `--layers` into keys of a configuration."""
+"""Parse `--with` and `--layers` into keys of a configuration.
+
+Mechanisms that declare `closed` (`models/axes/roles.py`) start switched off, so the logits stay unchanged; others, such
+as `ponder2` and `ponder3`, change them at once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The output of `fathom deepen --screen`: a table, a page and JSON."""
+"""The output of `fathom deepen --screen`: a table, a page and JSON.
+
+`screen.py` computes the scores.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 compare the two.
 
 Each step is what its own command does, in a directory below `out`. A finished step is noted in `try.json` and not done
-again, and training resumes from its checkpoints.
+again, and training resumes from its checkpoints. `heal.py` decides which gains the control has, and
+`evaluation/deepened.py` that differences below 0.005 do not count.
 """
 
 from __future__ import annotations

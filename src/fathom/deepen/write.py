@@ -1,6 +1,7 @@
 """Add mechanisms to a pretrained model and write a checkpoint that computes the same function.
 
-`heal.py` makes the recipe that trains the new model further, its gates in a group of their own.
+`heal.py` makes the recipe that trains the new model further, its gates in a group of their own. `request.py` decides
+that added mechanisms start switched off (`blend: 0`), and `models/pretrained.py` warns if nothing switches them on.
 """
 
 from __future__ import annotations

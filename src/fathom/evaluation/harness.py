@@ -1,6 +1,8 @@
 """lm-eval on a loaded model, with lm-eval's prompts, metrics, tables and JSON unchanged.
 
-`tasks.py` finds the tasks, also those of `--include`.
+`tasks.py` finds the tasks, also those of `--include`, reads their documents, and decides which splits are scored and
+where few-shot examples come from. `paired.py` decides which metrics are means over items (`AGGREGATIONS`); others, such
+as F1 and BLEU, appear only in lm-eval's tables.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def open_lm(
     """lm-eval's wrapper around a model that is already loaded.
 
     Without a batch size lm-eval halves one until it fits; on a CPU, where memory runs out too late to notice, it is 16.
+    lm-eval itself truncates prompts longer than `max_length`, from the left.
     """
     _quiet()
     from lm_eval.models.huggingface import HFLM

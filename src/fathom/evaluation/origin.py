@@ -1,4 +1,7 @@
-"""The origin of a model, from disk: the runs between it and its base, and the corpus of a benchmark."""
+"""The origin of a model, from disk: the runs between it and its base, and the corpus of a benchmark.
+
+`pair_page.py` shows them.
+"""
 
 from __future__ import annotations
 

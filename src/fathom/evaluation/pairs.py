@@ -2,6 +2,13 @@
 
 Questions are asked in two ways, as lm-eval scores them: by letter, with the choices listed in the prompt, and by the
 text of the choice, with no choices listed. A third run asks by letter with the choices in another order.
+
+This is `fathom evaluate tuned`. `pair_page.py` writes the report, `origin.py` finds the runs between both models, and
+`../report/statistics.py` computes intervals. Outside the package, `benchmarks/expert.py` makes questions from held-out
+documents, `recipes/expert/` has the runs of `make expert`, and `benchmarks/recompute.py` recomputes a report.
+
+`pair_page.py` also prints the table and writes `card.md`; `origin.py` also finds the corpus. `tasks.py` checks the
+fields of a question. `paired.py` serves `fathom evaluate`.
 """
 
 from __future__ import annotations
@@ -162,6 +169,7 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Eval
 
 
 def _beside(directory: Path) -> tuple[str, ...]:
+    """The held-out text of the corpus in the parent of the benchmark's directory; nothing if there is none."""
     shards = directory.resolve().parent / "shards"
     return (str(shards),) if (shards / INDEX).is_file() and "val" in read_index(shards).splits else ()
 
@@ -293,6 +301,11 @@ def verdict(report: PairReport) -> str:
 
 
 def _of_questions(report: PairReport) -> Iterator[str]:
+    """Sentences on each benchmark, scored by option text: a model is better only if p < 0.05 after Holm's adjustment.
+
+    Uncontaminated questions count, or all if contamination was not checked. If all are contaminated, there is no
+    claim. Models below guessing are named.
+    """
     judged: dict[str, Answered] = {}
     for name in report.guessing:
         rows = {row.part: row for row in report.questions if (row.benchmark, row.way) == (name, "text")}

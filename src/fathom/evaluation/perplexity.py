@@ -5,6 +5,10 @@ training. Windows of at most C tokens begin at 0, S, 2S, … of that sequence (c
 every token is predicted once, in the first window that reaches it. After the first window a token is therefore
 predicted from more than C - S tokens and at most C. With S = C windows do not overlap. No prediction crosses documents,
 and the end of a document is not predicted, because it has no bytes.
+
+`data/sources.py` reads the files. `scoring.py` chooses the default context and stride, and `paired.py` computes
+differences. Here a sample of windows is drawn for a model that reads text in Jacobi rounds; `training/gap.py` decodes
+it too.
 """
 
 from __future__ import annotations
@@ -179,7 +183,8 @@ class DomainScore:
 def read_domains(
     inputs: Sequence[str], reading: Reading | None = None, split: str = "val", limit: int | None = None
 ) -> list[Domain]:
-    """Everything to score, by domain.
+    """Everything to score, by domain. Inputs with the same name form one domain, and `reading.domain_field` divides an
+    input.
 
     Args:
         inputs: `[NAME=]INPUT`: text, JSONL or Parquet files, directories or globs of them, `hf:` data sets, or corpora
@@ -451,7 +456,8 @@ def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Passage]:
         ids = np.empty(end - start, np.int64)
         corpus.read(start, ids)
         size = corpus.bytes_before(end) - corpus.bytes_before(start)
-        documents.append(Passage(None, ids[:-1], size))  # the last is EOS
+        # The last is EOS. Shards do not record the source document of pieces that `cut` left, so there is no cluster.
+        documents.append(Passage(None, ids[:-1], size))
     return documents
 
 

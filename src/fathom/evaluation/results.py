@@ -1,4 +1,7 @@
-"""The schema of `report.json` of `fathom evaluate`: for scores, and for a pair on a benchmark."""
+"""The schema of `report.json` of `fathom evaluate`: for scores, and for a pair on a benchmark.
+
+`paired.py` computes the differences and marks them as `skewed`; `scores_page.py` has the notes on them.
+"""
 
 from __future__ import annotations
 

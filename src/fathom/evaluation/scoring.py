@@ -1,4 +1,9 @@
-"""Score every checkpoint on every task and text, store the results, and print one table."""
+"""Score every checkpoint on every task and text, store the results, and print one table.
+
+`tasks.py` reads tasks and their documents, `harness.py` runs lm-eval and says which metrics are paired, `perplexity.py`
+reads texts and cuts them into windows, `paired.py` computes differences and intervals, `scores_page.py` makes tables
+and notes. `training/gap.py` compares Jacobi rounds with decoding, `kvcache/policy.py` reads tasks through caches.
+"""
 
 from __future__ import annotations
 
@@ -117,6 +122,7 @@ class EvaluationSettings(Opening):
 
     def texts(self) -> list[Domain]:
         """The texts that the setting `perplexity` names, by domain."""
+        # No separator, which divides a text file: here it is one document.
         reading = Reading(text_field=self.text_field, domain_field=self.domain_field)
         return read_domains(self.perplexity, reading, self.split, self.limit) if self.perplexity else []
 
@@ -198,7 +204,10 @@ def evaluate(
 
 
 def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tuple[list[Checkpoint], ScoresReport]:
-    """Like `evaluate`, but returns the checkpoints with their scores as well as the report."""
+    """Like `evaluate`, but returns the checkpoints with their scores as well as the report.
+
+    With `out`, the report is `report.json` and `report.html` there, and lm-eval's JSON of a task is `NAME/TASK.json`.
+    """
     if not settings.tasks and not settings.perplexity:
         raise SettingsError("nothing to do: give `tasks`, `perplexity` or `kvcache`")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
@@ -237,7 +246,10 @@ def name_checkpoints(entries: Sequence[str | Path], settings: EvaluationSettings
 
 
 def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[Checkpoint]:
-    """A copy of each checkpoint for each limit on loop iterations in a list such as `1,2,3`."""
+    """A copy of each checkpoint for each limit on loop iterations in a list such as `1,2,3`.
+
+    The copies are called `NAME@1`, `NAME@2`, …, and are compared with the first.
+    """
     if words is None:
         return list(checkpoints)
     budgets = [word.strip() for word in words.split(",")]
@@ -251,7 +263,10 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 
 def under_caches(checkpoints: Sequence[Checkpoint], settings: EvaluationSettings) -> list[Checkpoint]:
-    """A copy of each checkpoint for each cache method in a list such as `full,snapkv`."""
+    """A copy of each checkpoint for each cache method in a list such as `full,snapkv`.
+
+    The copies are called `NAME@full`, `NAME@snapkv`, and are compared with the first.
+    """
     options = CacheOptions.of(settings)
     if settings.kvcache is None:
         for name, value in options.given().items():
@@ -344,7 +359,10 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
 
 
 def _try_task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> None:
-    """Score a task; if it fails, the error is recorded and the other tasks continue."""
+    """Score a task; if it fails, the error is recorded and the other tasks continue.
+
+    `failed` in the report keeps the reason, and `cli/evaluate.py` returns the exit code 1.
+    """
     try:
         checkpoint.tasks[name] = _task(checkpoint, name, settings)
     except (torch.OutOfMemoryError, OSError, ModelError):  # an error of the model, not of the task
@@ -460,7 +478,8 @@ def _task_names(words: str, include: Path | None) -> list[str]:
 
 
 def _common_context(checkpoints: Sequence[Checkpoint], opening: Opening) -> int:
-    """The largest context length common to all models, so that they predict the same tokens from the same context."""
+    """The largest context length common to all models, at most 2,048, so that they predict the same tokens from the
+    same context."""
     trusted, ignored = opening.trust_remote_code, opening.ignore_keys
     own = [own_context(checkpoint.directory, trusted, ignored) for checkpoint in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if size is not None)])

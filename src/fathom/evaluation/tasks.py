@@ -9,7 +9,8 @@ folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see d
 
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
 
-`pairs.py` reads the questions of a `--benchmark` directory.
+`harness.py` runs the tasks, and refuses few-shot prompts without a `train` split. `pairs.py` reads the questions of a
+`--benchmark` directory.
 """
 
 from __future__ import annotations
@@ -152,7 +153,10 @@ def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
 
 @contextmanager
 def _only_present(manager: TaskManager, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Within a `with` block, reduce a group to those of its tasks that have data in the folder, if any has."""
+    """Within a `with` block, reduce a group to those of its tasks that have data in the folder, if any has.
+
+    The group is averaged over these tasks, and a note gives their number.
+    """
     index = manager.task_index
     entry = index[name]
     members: Any = (entry.cfg or {}).get("task")
@@ -190,7 +194,11 @@ def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
 
 
 def _fill(task: Task, folder: Path, notes: list[str]) -> None:
-    """Give an lm-eval task its documents from a folder, and set the splits that are available."""
+    """Give an lm-eval task its documents from a folder, and set the splits that are available.
+
+    A task is scored on the split that lm-eval scores, or on another one that has a file, with a note. Few-shot examples
+    come from the task's split for them (`train`, or `dev` for MMLU).
+    """
     from datasets import Dataset
 
     config = task.config
@@ -279,7 +287,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _adapted(row: TaskRow) -> TaskRow:
-    """A document of a task, with its fields renamed to those that lm-eval's prompts read."""
+    """A document of a task, with its fields renamed to those that lm-eval's prompts read: HellaSwag's `gold`, BoolQ's
+    `answer` as true or false, and LongBench's `input`."""
     if "label" not in row and "gold" in row:
         return {**row, "label": str(row["gold"])}
     if "label" not in row and isinstance(row.get("answer"), bool):

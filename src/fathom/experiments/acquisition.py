@@ -1,6 +1,9 @@
 """The results of a ladder on a puzzle: accuracy, runs that solved it, and the ratio of FLOPs to the control. A run
 solves a puzzle between two evaluations, or not at all, so only bounds of a ratio are known. Accuracy jumps, so means
 and normal intervals mislead: the intervals use counts and ranks.
+
+`tuning.py` chooses the learning rate on a puzzle, and counts losses below 0.01 nats as equal. `data/puzzles.py` makes
+the puzzles and reads their options.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`.
 
-`arms.py` decides the steps of each arm under `--equal`.
+`arms.py` decides the steps of each arm under `--equal`. `paper.py` plans a paper's table. `simulation.py` predicts the
+intervals.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """The table that `fathom mechanisms` prints: every registered mechanism, and its cost as `models/cost.py` computes
-it."""
+it.
+
+The share is FLOPs over 2N, N the parameters. Bytes moved (`io_bytes`) are those of an implementation without fusion.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A comparison's numbers as a table in the terminal and as a page."""
+"""A comparison's numbers as a table in the terminal and as a page.
+
+`differences.py` computes the numbers and the verdict.
+"""
 
 from __future__ import annotations
 

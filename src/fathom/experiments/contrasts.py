@@ -2,8 +2,9 @@
 
     interaction=m_loop - m_once - d_loop + d_once
 
-The weights of a contrast sum to zero, so adding a constant to all losses does not change it.
-Its p-value is corrected with the others, by `differences.py` in a comparison and `multipliers.py` in a ladder.
+The weights of a contrast sum to zero, so adding a constant to all losses does not change it. Its p-value is corrected
+with the others, by `differences.py` in a comparison and `multipliers.py` in a ladder. `rungs.py` reads a ladder's
+contrasts.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
 """Computes the numbers and the verdict of a comparison from its runs.
 
 `plan_changed` decides whether the report is exploratory; an exploratory report calls no difference significant.
+
+`report/statistics.py` decides when a difference is significant, and when it has no p-value. `training/heldout.py`
+measures losses, iterations per token and their rank correlation, and `training/gap.py` the gap of Jacobi rounds.
+`timing.py` measures costs; `models/cost.py` calculates parameters and FLOPs.
+
+All tests of a report are one family (`compare_runs`), adjusted by `report/statistics.py`, which also has Student's t
+and Fieller's interval (`paired_ratio`) for `uniform_depth`'s share of `depth_attention`'s gain (`share_of_gain`).
 """
 
 from __future__ import annotations

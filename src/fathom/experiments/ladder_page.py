@@ -1,4 +1,7 @@
-"""A ladder's numbers as tables in the terminal and as a page."""
+"""A ladder's numbers as tables in the terminal and as a page.
+
+`multipliers.py` computes the numbers and the verdict, and `acquisition.py` those of a puzzle.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The schema of a ladder's `report.json`, `prediction.json` and dry run."""
+"""The schema of a ladder's `report.json`, `prediction.json` and dry run.
+
+`ladder_page.py` writes the files, `runs.jsonl` among them.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The `ladder` section of a ladder's YAML file. It does not import torch, so that `--help` stays fast.
 
-`rungs.py` applies these rules, and `multipliers.py` decides what a report may claim or extrapolate.
+`rungs.py` applies these rules, and reads an arm's `ladder.layers`. `multipliers.py` decides what a report may claim or
+extrapolate. `trips.py` estimates φ.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ output directory holds:
     out/table.json      the table without times, so that a run that was killed and resumed writes the same bytes
 
 Two arms whose every training step has the same loss are one model: then an arm's mechanism is off, and the table fails.
+
+`paper.py` has the published numbers and the dry run, `evaluation/scoring.py` scores the tasks, and `cli/paper.py` sets
+the exit code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """One scheduler for all experiments: tasks are claimed, run and reported, by any number of processes and machines. A
 task is a training run or a measurement; the next tasks are a function of the directory. Claims are in `claims/` of the
 task's directory (task_claims.py), so that a ladder and a comparison see the same claims.
+
+`Task.run` writes `failed.json` if a run diverges. `corpus/remote.py` starts workers on Slurm or Ray. `compare.py`
+trains with all ranks of torchrun, and `differences.py` leaves failed runs out of a report.
 """
 
 from __future__ import annotations

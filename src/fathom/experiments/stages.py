@@ -5,6 +5,9 @@ rungs all sizes but a sealed last one, each a comparison; the seed controls
 seal    the last rung predicted, its hash kept
 last    the last rung
 check   half and twice the learning rate at the largest size
+
+`ladder.py` runs the stages, `rungs.py` has their recipes, `tuning.py` finds the best learning rate, and
+`multipliers.py` compares the prediction with the result.
 """
 
 from __future__ import annotations

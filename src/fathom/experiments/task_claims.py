@@ -3,6 +3,8 @@ numbered 0, 1, 2, …; the highest number is valid. Claiming creates the next nu
 worker was faster, also on network file systems. Nothing is ever deleted, so no two processes can disagree about the
 next number. A holder touches its file while it runs. If its process has ended, or the file was not touched for a while,
 another worker may take over.
+
+`schedule.py` takes the claims.
 """
 
 from __future__ import annotations

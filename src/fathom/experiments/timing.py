@@ -3,7 +3,8 @@ A B B A in one process on the same batches, and each A B B A gives one ratio, so
 with one thread the clock is that thread's CPU time.
 
 `plan.py` decides whether a measurement is made again (`read_measured`): if more rounds are planned, or if a recipe
-differs in more than the choice of data, tracking, checkpoints, export and logging.
+differs in more than the choice of data, tracking, checkpoints, export and logging. `evaluation/clock.py` decides
+between CPU time and wall time, and `models/cost.py` calculates parameters and FLOPs.
 """
 
 from __future__ import annotations

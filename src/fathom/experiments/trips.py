@@ -6,6 +6,9 @@ N_once and N_rec are the parameters outside and inside of the loop, counted once
 = 1 another iteration is worth as much as another layer, with φ = 0 nothing. Models of one width and token budget are a
 cell: they share batches and shape, and therefore a deviation from the law. With a single token budget φ is not
 identified.
+
+`multipliers.py` chooses the models (`_phi`). Iterations per token and halting, as a comparison reports them, are
+measured by `training/heldout.py` and drawn by `compare_page.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """`POST /v1/responses`: a request in the form of OpenAI's Responses API, read as a chat.
 
 The server keeps no answers, so a request holds its whole conversation. Tools are the client's own functions.
+
+`responses.py` writes the answer and the events of its stream. `api.py` reads the fields that chats have too.
 """
 
 from __future__ import annotations

@@ -14,7 +14,9 @@ cache depends on the model:
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
 
 `engine.py` decides whether each row is attended to by itself (`by_rows.py`): 8-bit weights need it to get the same
-tokens.
+tokens. It also decides how many sequences run at a time, whether a prompt waits for memory, which short prompts are
+read together, and which requests end after a failure. `may_chunk` here decides that `ponder2` and `ponder3` read a
+whole prompt at once, and `keeps_prefixes` that caches of constant size (`--kvcache`) do not use the prefix cache.
 """
 
 from __future__ import annotations
@@ -702,7 +704,8 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
 
 
 def may_chunk(model: PreTrainedModel) -> bool:
-    """Whether a prompt may be read in several parts without changing the result."""
+    """Whether a prompt may be read in several parts without changing the result. `ponder2` and `ponder3` read a whole
+    prompt at once, unless `prefill` is `exact`: the result of a few Jacobi rounds depends on where a prompt is cut."""
     if not isinstance(model, FathomForCausalLM):
         return True
     recurrence = model.model.recurrence

@@ -1,6 +1,7 @@
 """The default of `--cache-memory`: the bytes that the keys and values of all sequences may take.
 
-Whether a prompt waits for room is decided in `engine.py`.
+Whether a prompt waits for room is decided in `engine.py`. `launch.py` decides the default of `--prefix-memory`, for the
+cache that `prefixes.py` keeps.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ A text such as `<|im_end|>` in a message becomes the tokens of its characters. W
 before the template is rendered, by a character that no message has. Unmarked ones are then the template's. The rendered
 text is read by a copy of the tokenizer whose special tokens have names that nobody can guess.
 
-`prompt.py` decides whether control tokens in messages become plain text (`allow_control_tokens`).
+`prompt.py` decides whether control tokens in messages become plain text (`allow_control_tokens`). Markers that are not
+special tokens, such as `[INST]` in old templates, are not protected.
 """
 
 from __future__ import annotations

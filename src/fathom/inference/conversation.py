@@ -1,6 +1,7 @@
 """An interactive conversation with a model, line by line.
 
-`prompt.py` turns the messages into tokens, and decides whether their control tokens become plain text.
+`prompt.py` turns the messages into tokens, needs a chat template for it, and decides whether their control tokens
+become plain text. `cli/chat.py` reads the lines of a terminal or of standard input.
 """
 
 from __future__ import annotations

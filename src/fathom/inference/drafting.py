@@ -5,6 +5,9 @@ A draft is a guess that one forward pass checks together with the token before i
 token is the one that would be chosen without them, and those behind the first wrong guess are discarded. So drafts only
 decide how long a text takes. Which kind pays is measured: the seconds of a step, and in each text the share of guesses
 that were right. A text in which drafts lose pauses them, and longer each time.
+
+`batches.py` makes and checks drafts, and `Choice.settled` in `sampling.py` accepts them. `models/trips/speculation.py`
+drafts for `generate`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""Generate text with a trained model: complete, streamed, or for several prompts at once."""
+"""Generate text with a trained model: complete, streamed, or for several prompts at once.
+
+`settings.py` decides how tokens are drawn, when a text ends, what `--compile` reserves, and which settings would
+mistake padding for text, so that their prompts run separately. `prompt_file.py` forms the batches of a file and
+resumes; `prompt.py` reads an empty prompt as the beginning of a document; `processing.py` streams words. Drafts are
+made by `models/trips/speculation.py`. `sampling.py` draws the tokens of `fathom serve` alone.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 No grammar forces a canonical tokenisation. llguidance would then tokenise forced text by itself, so `<|im_end|>` in an
 enum would become the token that ends texts, and a pattern that forces a million letters would be parsed at once.
 
-`structure.py` computes from a grammar which tokens may come next.
+`structure.py` computes from a grammar which tokens may come next. `trial.py` limits the time and memory of compiling
+it. `shape.py` names the request's field of a grammar that is refused.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ _APPENDED = re.compile(r"<state>|<non-verbose/>|^ *\d+ \| ", re.MULTILINE)
 
 def with_options(schema: Mapping[str, Any], whitespace: str | None, **more: object) -> dict[str, Any]:
     """A JSON schema with llguidance's options added; options that the schema itself contains are removed.
+
+    Keywords that llguidance cannot follow, such as `not`, become errors (`lenient`).
 
     Args:
         schema: A JSON schema.

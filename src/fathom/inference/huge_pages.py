@@ -4,6 +4,8 @@ Each token reads all weights. In pages of 4 KiB the processor must look up an ad
 stops there; in pages of 2 MiB a token takes several hundredths less time. An allocator asks for huge pages only if a
 variable was set before the process started, so the pages are exchanged afterwards: those of packed and 8-bit weights,
 which are the process's own memory. Other weights stay in the pages of their file.
+
+`launch.py` calls `exchange` after the start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`GET /metrics`: what the engine counted, in the format of Prometheus."""
+"""`GET /metrics`: what the engine counted, in the format of Prometheus.
+
+`server.py` has the other routes. `answers.py` counts the tokens of one answer (`usage`).
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A plain linear layer keeps its weight row by row, and MKL brings it into another
 which costs as much as the product. Here that is done once, and the packed weight is the only one that is kept. oneDNN
 makes a program of half a megabyte for each number of rows, and keeps a thousand of them, so rows are multiplied in
 blocks of few sizes.
+
+`layout.py` decides whether a server packs its weights, by measuring.
 """
 
 from __future__ import annotations

@@ -27,5 +27,5 @@ def passes_the_context(model: PreTrainedModel) -> bool:
 
 def depends_on_company(model: PreTrainedModel) -> bool:
     """Whether a sequence's rotary angles depend on the longest sequence of its batch, even within the context
-    length."""
+    length; `engine.py` then refuses to serve the model."""
     return "longrope" in rotary_kinds(model)

@@ -1,4 +1,7 @@
-"""Additions to transformers' `generate`: checks of logits, stop strings, and streamed words."""
+"""Additions to transformers' `generate`: checks of logits, stop strings, and streamed words.
+
+`generate.py` calls it. A prompt without finite logits gets an `error` in a file of prompts (`prompt_file.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """Turns a prompt or a conversation into token ids, and decides whether messages may contain control tokens.
 
 Only the chat template writes control tokens (special tokens such as `<|im_end|>`), unless `allow_control_tokens` is
-set: `control.py` makes those in messages plain text. An empty prompt starts a new document.
+set: `control.py` makes those in messages plain text. An empty prompt starts a new document. The prompt of a completion
+may contain special tokens.
+
+`api.py` decides what a request may hold: its prompts, at most 4,096 messages, the arguments of earlier tool calls.
+`server.py` refuses tools and calls that the template does not write. `tokenising.py` has the threads that do this work,
+and `texts.py` turns tokens into text again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""A generated text as an answer of OpenAI's Responses API: complete, or as the events of a stream."""
+"""A generated text as an answer of OpenAI's Responses API: complete, or as the events of a stream.
+
+`api_responses.py` reads the request, and `answers.py` counts tokens.
+"""
 
 from __future__ import annotations
 

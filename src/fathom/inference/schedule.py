@@ -6,6 +6,10 @@ Then a prompt interrupts it only if it has read as many tokens in a row. A promp
 two steps, however long others have waited; they have the rest of that turn. So it waits for one chunk and one step. The
 further texts of a request let other requests go first. Everything is counted in tokens, not in seconds; only the size
 of a chunk, and how many texts of one request run at a time, follow from the time that the latest ones took.
+
+`engine.py` decides whether there is room for a prompt, how many sequences run at a time, and which short prompts are
+read together; `may_chunk` in `batches.py`, which models read a whole prompt at once; `tokenising.py`, the order before
+a prompt has tokens.
 """
 
 from __future__ import annotations

@@ -4,7 +4,12 @@ A request is checked (`api.py`), becomes one job for each of its texts (`engine.
 come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
 another, so a slow client holds up no other.
 
-`access_log.py` gives every answer its `x-request-id`.
+Here are the routes, `--allow-origin`, `--deadline`, what `reasoning_effort` means (`Service.trips`), which answers have
+reasoning (`Service._text`) and how a stream ends. `launch.py` decides what happens at the start, on SIGTERM and after a
+failure of the engine. `gate.py` checks keys, host names, sizes and slow clients; `access_log.py` gives every answer its
+`x-request-id`. `api.py` and `api_responses.py` read the fields of requests, `prompt.py` and `tools.py` conversations,
+`tokenising.py` has the threads, `prefixes.py` the prefix cache, `page.py` the chat page, and `checkpoints/check.py`
+refuses directories.
 """
 
 from __future__ import annotations
@@ -152,14 +157,14 @@ class Service:
             self.loop.call_soon_threadsafe(deliver, out)
 
     def known(self, asked: str | None) -> None:
-        """Reject a request that names another model."""
+        """Reject a request that names another model; adapters are not served by name."""
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
     def trips(self, asked: int | None, effort: Effort | None = None) -> int | None:
         """The maximum number of loop iterations per token: what a request asks for, else what its reasoning effort
         means. That is one for `low` and less, half of the server's maximum, rounded up, for `medium`, and the server's
-        maximum for `high` and more, or without an effort."""
+        maximum for `high` and more, or without an effort. Thresholds at which tokens halt earlier stay as they are."""
         most = most_trips(self.model)
         if (asked or 1) > most:
             raise wrong("max_trips", f"{asked}; a token of this model makes {most} at most")

@@ -1,7 +1,7 @@
 """Combines the sampling settings of `fathom generate` with the checkpoint's own, in transformers' form.
 
 Settings of `generation_config.json` that the server does not support are listed in `sampling.py`; `launch.py` warns of
-them.
+them. `checkpoints/special_tokens.py` decides which EOS tokens end a text, and `kvcache/policy.py` which cache is used.
 """
 
 from __future__ import annotations

@@ -1,5 +1,10 @@
 """The constraints that a request puts on its answers: a grammar for the engine, and a parser of tool calls in the
-text."""
+text.
+
+`api_structure.py` reads the fields, `tools.py` detects how a chat template writes calls, `structure.py` follows a
+grammar, and `trial.py` limits its compilation. `server.py` leaves out reasoning where the grammar has no room for it
+(`Wanted.whole`): under a schema, or if a tool must be called.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,10 @@
 A `Constraint` is a function of the tokens that were made, as a `Choice` is: drafts that are not kept, and other texts
 of a batch, leave nothing behind in it.
 
-`api_structure.py` reads the fields of a request, such as `response_format` and `disable_any_whitespace`.
+`api_structure.py` reads the fields of a request, such as `response_format` and `disable_any_whitespace`. `shape.py`
+chooses the grammar, `grammar.py` writes it, and `trial.py` limits how long it may take to compile; `FREE` and `EACH`
+here limit how long a request may take to find the allowed tokens. `engine.py` ends an answer whose grammar is too
+complex (`grammar_too_complex`).
 """
 
 from __future__ import annotations

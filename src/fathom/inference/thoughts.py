@@ -1,4 +1,9 @@
-"""Separates the reasoning that a model marks at the beginning of an answer, as `<think>…</think>`, from the answer."""
+"""Separates the reasoning that a model marks at the beginning of an answer, as `<think>…</think>`, from the answer.
+
+`server.py` decides which answers may have reasoning: chats, but not under a schema or if a tool must be called. It also
+turns `reasoning_effort` into loop iterations (`Service.trips`). `answers.py` and `responses.py` return the reasoning,
+and count its tokens as `reasoning_tokens`. `api.py` lets earlier messages hold it (`reasoning_content`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,9 @@
 """Threads that prepare requests: short texts wait neither behind long ones nor behind grammars, and queues are
-limited."""
+limited.
+
+`server.py` decides which answers are written on the thread for answers: those of more than `MANY` log-probabilities.
+`trial.py` limits the time of a grammar.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,9 @@ keeps one key-value cache per layer. It looks the class up as an attribute of `t
 compatible, and opens it with `AutoModel.from_config`. A model of several trips needs a cache for every visit
 (`vllm_model.py`); one that needs slots refuses to run there (`models/trips/engines.py`). Nothing of vLLM is imported
 here.
+
+`vllm_model.py` refuses pipeline parallelism. Without this plugin, vLLM and SGLang run the code of an export
+(`checkpoints/export.py`), in which `models/trips/engines.py` refuses models of several iterations.
 """
 
 from __future__ import annotations

@@ -2,6 +2,10 @@
 
 `depth_mix`, `depth_pool` and `norm_rotate_mix` are ours, in Triton; the others are liger-kernel's (extra `gpu`). None
 is a default: a recipe names them (`train.kernels`), or `--kernels` of `generate`, `evaluate` and `serve`.
+
+`models/axes/replaceable.py` chooses between a kernel and the reference: double precision and exports that are opened
+without Fathom use the reference. Ours are registered in `torch.library`, so `torch.compile` and FSDP2 work.
+`models/mixers/depth_attention.py` and `models/modeling.py` decide where `norm_rotate_mix` applies.
 """
 
 from __future__ import annotations

@@ -5,6 +5,16 @@ model.generate(prompt, past_key_values=cache)
 
 with compressed(model, "tova", ratio=0.5):
     model.generate(prompt)
+
+- `build.py`: `build_cache`; what a static cache refuses; the warning about weights that are not tuned.
+- `compressed.py`: `compressed`, after the prompt. `policy.py`: the options `--kvcache...` of commands.
+- `rope.py`: rotates keys, tests a model's keys, and refuses models (`refuse`) and recurrences.
+- `schedule.py`: N, S, L, γ and F; when entries are compressed. `memory.py`: one layer. `cache.py`: all of them.
+- `method.py`: base classes of methods, `Selection.choose`. `methods.py`: the list; each has a file of its own.
+- `watch.py`, `observe.py`, `rows.py`, `padded.py`, `prefill.py`: inputs, queries, padding, chunks.
+- `static.py`: compiled decoding. `quantized.py`, `kivi.py`: 8 and 4 bits. `states.py`: layers with states.
+- `attention.py`: training under compression. `press.py`, `paced.py`: kvpress. `stored.py`: files.
+- `whole.py`: uncompressed caches, for comparison. `accounting.py`: bytes.
 """
 
 from .accounting import cache_bytes

@@ -1,7 +1,13 @@
 """The compressed cache of a model, one memory per layer; it accepts unbroken sequences, padded on the left only.
 
 Layers that read an earlier layer's keys (Gemma 3n, Gemma 4) read its compressed entries, since transformers hands on
-what `update` returned. `memory.py` decides when a layer's memory is compressed.
+what `update` returned. `memory.py` decides when a layer's memory is compressed, and whether tokens can be removed
+(`crop`). `models/trips/slots.py` adds a memory for each loop iteration. Layers whose sliding window is smaller than N
+keep their own cache (`cache_of` in `build.py`). `rope.py` (`refuse`) refuses models, such as a loop with `kv: first`,
+tokens that halt or iterations that read others.
+
+Models whose iterations read one another have a cache of their own, `models/trips/slot_cache.py`, which refuses a cache
+that another model filled.
 """
 
 from __future__ import annotations

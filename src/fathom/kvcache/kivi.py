@@ -5,6 +5,8 @@
 `least` and `most` are those of a group: for keys, one channel over 32 entries, because some channels of all keys are
 large; for values, 32 channels of one entry. The last 32 to 63 entries stay as they are. An entry is rounded once, when
 it leaves them, and again at each compression: to the same numbers if its group is the same.
+
+`quantized.py` gives it keys without their rotation. `whole.py` uses it without compression (`full_int8`).
 """
 
 from __future__ import annotations

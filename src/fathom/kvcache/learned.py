@@ -4,6 +4,8 @@
     function
 
 It is a module: give its parameters to the optimizer, save its state, and pass the module itself to `build_cache`.
+
+`compress_in_training` in `attention.py` switches a model to it.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ stay below N.
 
 In half precision a key that is rotated again at each compression wears down: after 200 of them it is 6 % off in bf16.
 So after the first compression keys are stored without their rotation, and rotated when they are read.
+
+`method.py` compresses, `schedule.py` decides when, and `rope.py` rotates. Static memories (`static.py`) store keys
+rotated, quantised ones (`quantized.py`) without their rotation.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
 Keys are rotated back to position 0 before they are mixed and to their new positions after it, in float32 at least,
 and are cast once. Selected entries are rotated once, by the distance that they move.
 
-Methods that select entries score them; `Selection.choose` chooses the entries that stay.
+Methods that select entries score them; `Selection.choose` chooses the entries that stay. `build.py` warns if a method
+that needs tuned weights (`needs_tuning`) gets others.
 """
 
 from __future__ import annotations

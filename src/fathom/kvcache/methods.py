@@ -1,4 +1,8 @@
-"""The compression methods. To add one, add its file and a line here."""
+"""The compression methods. To add one, add its file and a line here.
+
+`method.py` has the base classes `Method`, `Linear` and `Selection`. `kvzip.py`, `pyramidkv.py` and `press.py` make
+methods that have no name in a recipe. Caches that are not compressed, such as `full`, are in `whole.py`.
+"""
 
 from .average import Average as Average
 from .drop import Drop as Drop

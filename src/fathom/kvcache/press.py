@@ -4,6 +4,8 @@ chunks and decoding.
 A scorer of kvpress projects the queries and keys that it needs from hidden states. Here it gets a stand-in for the
 attention layer. Its "hidden states" are the layer's own queries and keys without rotation, side by side, and its
 projections take them apart again. So a scorer reads what the layer has computed, in every family of models.
+
+`save_cache` in `stored.py` stores a prompt that a press compressed, but no cache that a press will compress again.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ class Press(Selection):
     def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`. After the first compression a scorer sees the hidden states of the new tokens only.
 
-        Some scorers standardise over a whole batch. So each sequence is scored alone, with the same random draws.
+        So a scorer that needs all hidden states fails in a cache of `build_cache`: its own check becomes a `ValueError`
+        in `score`. Some scorers standardise over a whole batch. So each sequence is scored alone, with the same random
+        draws.
         """
         if held.queries is None:
             raise ValueError(UNSEEN)

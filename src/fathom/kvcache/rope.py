@@ -4,6 +4,9 @@ A compression moves entries: entry s is rotated back by s, compressed, and rotat
 positions matter to attention, so the tables hold small angles for any length of text. Angles and rotation are those of
 the family's own code. A test of the model shows which layers rotate, and by which angles: the model reads a few tokens
 at two positions, and each layer's keys at one position must equal the rotated keys at the other.
+
+`press.py` refuses models whose RoPE does not pair the halves of a head. `compressed.py` and `press.py` decide whether
+entries keep their tokens' positions.
 """
 
 from __future__ import annotations

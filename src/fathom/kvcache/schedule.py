@@ -6,6 +6,8 @@ the tokens seen. The number of entries is:
 
 A compression happens when a token arrives and the memory holds N entries: S stay unchanged, the other M = N − S become
 L, and F tokens fit until the next compression. `L = γN − S` by default, so that a power of two divides N and F.
+
+`policy.py` chooses N, S and γ for a command. In `compressed`, γ is a share of the prompt (`Once`).
 """
 
 from __future__ import annotations

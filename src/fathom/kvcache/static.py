@@ -7,7 +7,8 @@ compressions. The number of entries p is:
 No shape and no number in the graph depends on T, which is a tensor. The compressions themselves are one operator at the
 start of the graph, `make_room`, which does nothing at most tokens; it runs the method's own code, uncompiled.
 
-With a static cache `inference/generate.py` batches prompts of equal length only.
+With a static cache `inference/generate.py` batches prompts of equal length only. `refuse_static` in `build.py` refuses
+methods with queries, quantised entries, states, sliding layers, and attention other than `sdpa` and `eager`.
 """
 
 from __future__ import annotations

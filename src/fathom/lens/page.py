@@ -2,6 +2,9 @@
 
 Per-token numbers are base64 of little-endian integers, a fifth of their size as JSON, and become markup only for the
 token that is selected; so a page of two thousand tokens is a megabyte or two and stays fast.
+
+`look.py` computes the numbers. `lens.js` draws them: *settled*, *borrowed*, keys and clicks, B − A, and the POST to
+`live_endpoint`, which `live.py` answers in `fathom serve`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The logit lens at one token position: what the model would have predicted there after every layer."""
+"""The logit lens at one token position: what the model would have predicted there after every layer.
+
+`live.py` limits how many tokens a server reads for it.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,26 @@ from fathom.lineage import compare, open_weights
 found = compare(open_weights("org/suspect"), open_weights("org/base"), controls=["org/unrelated"])
 print(found.verdict.sentence)
 
-Names and modules are imported on first use, so that the command line can be parsed without scipy.
+Names and modules are imported on first use, so that the command line can be parsed without scipy. No module of this
+package imports torch, and no model is run.
+
+    comparison.py   measures a pair and its controls: modes, samples by the nonce, refused controls, HuRef's scores
+    verdict.py      the label, the reasons and the exit code; Holm's correction
+    evidence.py     the p-values of T1 to T6, and which score counts as high
+    identity.py     identical tensors
+    weights.py      opens a model and reads its tensors by role; `layouts.py` has their names
+    canonical.py    removes what can vary without changing the function; `heads.py` finds heads without effect
+    vocabulary.py   the strings of a tokenizer
+    aligning.py     maps the channels of one model to those of the other, and says when T1 and T2 are run
+    awm.py          AWM's scores, channel matchings (ties, zero rows), matching of layers
+    huref.py        HuRef's terms and scores, and the sketch of a model
+    neurons.py      T4: frames, merged neurons, experts; `values.py` T5, `planes.py` T6, `blind.py` the blind frame
+    starts.py       weights that start from a formula
+    inherited.py    the share of trained directions that both models have
+    signs.py        signs of tampering
+    nulls.py        scores of unrelated models, and null files; `pairs.py` all numbers of one pair
+    ancestry.py     `layers`; also `direction.py`, `shares.py`, `tree.py` (with `distances.py`) and `attacks.py`
+    publishing      reports and pages, portraits, cards, `identify`, commitments and `verify`
 """
 
 import importlib

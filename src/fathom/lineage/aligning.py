@@ -1,4 +1,10 @@
-"""Align the residual channels of two models, and compute the matchings of channels that tests T1 and T2 use."""
+"""Align the residual channels of two models, and compute the matchings of channels that tests T1 and T2 use.
+
+`awm.py` makes the three maps (in order, signed permutation, rotation) and the matchings: it scales rows to unit
+length, leaves out zero rows and copies, and breaks ties at random. `evidence.py` decides whether energy explains the
+order of channels, and `blind.py` finds a rotation without a tokenizer. `vocabulary.py` gives the strings of a
+tokenizer.
+"""
 
 from __future__ import annotations
 

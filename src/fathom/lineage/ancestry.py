@@ -4,6 +4,8 @@ stacks.
 T4 compares every layer of B with every layer of A: it counts neurons that are paired alike by their inputs and by their
 outputs. A layer has a source if the best count is significant after Bonferroni over all pairs of layers and frames. A
 layer without a source is reported as "none", not as "new".
+
+`neurons.py` pairs the neurons. `awm.py` matches layers for the scores of a comparison.
 """
 
 from __future__ import annotations

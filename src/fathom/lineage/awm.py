@@ -7,6 +7,10 @@ The score of a layer is
 R is the identity (order), a signed permutation (LAP, as published) or the polar factor of the embeddings' cross
 product (Procrustes). Samples are channels, features are head rows, so head counts may differ and any rotation of
 the rows drops out. Published: raw weights. Repaired: canonical ones.
+
+`aligning.py` decides which alignments are computed, and `comparison.py` which layers and channels are scored.
+`signs.py` compares published with repaired scores. `evidence.py` decides which score is high, and which drift of the
+weights a score means (`detectable_drift`).
 """
 
 from __future__ import annotations

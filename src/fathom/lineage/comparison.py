@@ -1,6 +1,11 @@
 """Compare two models: align, score, test, and compare the result with controls.
 
 `measure` measures one pair; `compare` measures the pair and every control with either model, then decides.
+
+`verdict.py` decides the label and its exit code, `evidence.py` the p-values and which score is high, `aligning.py`
+when T1, T2 and the alignments are computed, `awm.py` the scores of AWM and which layers match, `identity.py` which
+tensors are identical, `neurons.py` how many neurons and experts are compared, and `nulls.py` what the controls' scores
+are used for.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ Only operations that lose or repeat information have a direction:
     experts      the experts of one are copies of the other's feed-forward
 
 Fine-tuning of any length has none: A from B, B from A and a common parent look the same.
+
+`tree.py` finds the root of a family, by its neighbours.
 """
 
 from __future__ import annotations

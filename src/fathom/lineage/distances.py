@@ -7,6 +7,8 @@ attention do. They need numbers in one order; a permuted or rotated copy is in a
 Two models that were trained from x go alike at first, because gradients agree, so at x the angle between them is less
 than a right one. If x is not their common ancestor but a third descendant of it, all three are equally far apart: an
 angle of 60 degrees at x.
+
+`tree.py` joins models by these distances, and claims the root.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@ W_K can hold anything.
 
 A head reads by W_qᵀ W_k and writes by W_o W_v. The outputs of heads that attend alike add up. If the sum is zero, the
 model computes the same without these heads. Both products are compared through a few random directions.
+
+`awm.py` leaves these heads out of the repaired scores (`read_qk`), if `comparison.py` finds that they lower the scores
+(`_living`).
 """
 
 from __future__ import annotations

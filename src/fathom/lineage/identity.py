@@ -3,6 +3,8 @@
 Tensors are compared by role and layer, value by value. File layouts, names, shards and dtypes do not matter as long as
 every value is the same. Tensors of no known role are compared by name. A few rows are read first, so two models without
 an equal tensor cost little.
+
+`verdict.py` decides about identical weights without controls. `comparison.py` reports what was not compared.
 """
 
 from __future__ import annotations

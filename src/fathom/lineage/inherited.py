@@ -14,6 +14,9 @@ come from training, and an initialisation holds at most e of each. B's share of 
 The share is 1 for a copy, and at most about 0 for independent trainings with any initialisation. Runs that hardly
 trained have few such directions, and common gradients make those alike: the fewer there are, the larger the share has
 to be.
+
+`comparison.py` decides which layers are measured, and whether one seed and one order of data would explain as much
+(`_one_seed`). `verdict.py` decides what follows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """Null distributions: the scores of unrelated pairs of models, from the controls of a comparison or from a file of
 `calibrate`.
 
-`comparison.py` decides which controls enter the null distribution: trained and unrelated models of the pair's structure
-class (widths, and whether depths are equal). Others are listed, but do not enter it.
+`comparison.py` decides which controls enter the null distribution: trained and unrelated models of the pair's
+structure class (widths, and whether depths are equal). Others are listed, but do not enter it. `Options.of_controls`
+there limits the layers that are measured of a control. `evidence.py` sets the score that counts as high
+(`score_threshold`); `verdict.py` decides what a comparison without controls may claim.
 """
 
 from __future__ import annotations

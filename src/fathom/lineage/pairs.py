@@ -1,4 +1,8 @@
-"""One pair of models and everything measured on it."""
+"""One pair of models and everything measured on it.
+
+`awm.py` matches layers in order, with gaps (`monotone`). `comparison.py` decides which layers are measured, and leaves
+out scores that overflow (`_other_scores`).
+"""
 
 from __future__ import annotations
 

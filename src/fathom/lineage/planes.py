@@ -16,6 +16,9 @@ If two trainings have nothing to do with each other, swapping two neighbours in 
 so each D_k is positive with probability one half. The count of positive ones is taken as normal with 1.25 times the
 binomial's variance, because the planes of a layer are not quite independent. This is an assumption about neighbours,
 and it is measured (`benchmarks/lineage/planes.py`). A student that learns hidden states copies functions, and passes.
+
+`canonical.py` balances queries and keys within a plane. `evidence.py` makes T6's p-value. `verdict.py` calls a pair
+inconclusive that only T6 finds. `comparison.py` refuses such a control, and names planes that agree too seldom.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ products of the models are kept, so the same pass serves every choice of child a
 
 The interval comes from leaving out one layer at a time (jackknife), so differences between layers, by training,
 rounding or another recipe, widen it. The residual is the part that the parents do not explain, as a share of ‖C − P₁‖².
+
+`tree.py` looks for merges among many models (`_merges`), and keeps them out of its tree.
 """
 
 from __future__ import annotations

@@ -3,6 +3,9 @@
 A sign is a gap between two scores. It counts only if a matching test says that the models are related, the score is
 high, and no unrelated pair has such a gap. Unrelated models with ties, for example, match better once their channels
 are reordered.
+
+`comparison.py` asks for signs only if a matching test is significant, and adds those that are no gaps: shifted layers,
+and rotary planes that agree too seldom.
 """
 
 from __future__ import annotations

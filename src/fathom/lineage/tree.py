@@ -13,6 +13,9 @@ A merge is a node with two parents and no edge of the tree: it lies between its 
 itself. It is undecided if other parents fit as well. An edge is undecided if its support is low, or if one of its ends
 may come from a merge that is nearer: the two parents' own parent does not, nor does a model from which the other end
 lies in the same direction as from the merge.
+
+`comparison.py` measures the pairs, `distances.py` has the cosines that a root needs, `shares.py` fits the merges, and
+`direction.py` says which of two models came first.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ A value channel reads by a row of W_V and writes by its column of W_O, added up 
 Within a head every order of the channels computes the same, so training gives none a place of its own: models that
 share an embedding, or learned from the same data, have no reason to pair them alike. Scores of queries and keys do rise
 then, because the inputs agree. Attention is named as shared only if this test finds it.
+
+`comparison.py` decides on which layers T5 runs, and compares all heads together only if T4 calls the models related.
+`evidence.py` makes the p-value.
 """
 
 from __future__ import annotations

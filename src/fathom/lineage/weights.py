@@ -6,6 +6,11 @@ For example:
     weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
 
 Nothing is cached: only tensors that the caller holds are in memory.
+
+`layouts.py` has the names of tensors, and refuses models without attention. `checkpoints/origin.py` reads files and
+repositories, `checkpoints/gguf.py` GGUF files, and `checkpoints/tensors.py` safetensors and adapters; it refuses
+packed low-bit weights. `checkpoints/find.py` chooses the model of a run or a comparison. `neurons.py` chooses the
+experts.
 """
 
 from __future__ import annotations
@@ -435,7 +440,7 @@ class _Roles:
         return sizes[0], sizes[1], sizes[2], rank
 
     def add_layer(self, layer: str, index: int) -> None:
-        """Add the views of a layer's modules."""
+        """Add the views of a layer's modules. A model with two kinds of attention (other packings) is refused."""
         attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")

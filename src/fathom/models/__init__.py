@@ -1,4 +1,13 @@
-"""The decoder and its mechanisms. This folder is flat, because every exported checkpoint contains a copy of it."""
+"""The decoder and its mechanisms. An export holds a flat copy of these files, so each name is unique (`packages.py`).
+
+- `modeling.py`: attention, layer, model, how many iterations a pass makes, when logits are returned.
+- `configuration.py`, `axes/fields.py`: the keys of `config.json`. `registry.py`: mechanisms by name, joined by `+`.
+- `mixers/`, `residuals/`, `recurrences/`: a file for each mechanism. `axes/`: their base classes, `blend` and gates.
+- `trips/`: how iterations run, what they read and store, caches, Jacobi rounds, drafts, engines.
+- `pretrained.py`: initial values, activation checkpointing, schedules over training steps. `cost.py`: FLOPs and bytes.
+- `generation.py`: changes to `generate`. `loading.py`: strict opening. `packages.py`: exports, other packages.
+- `decoder/`: norms, rotary embedding, head, loss. `hosts/`: families whose layers are transformers' own.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.auto import modeling_auto

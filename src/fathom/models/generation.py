@@ -1,5 +1,10 @@
 """Fathom's changes to transformers' generation: self-speculative drafts, guidance, chunked prefill, masks for looped
-models, and continuous batching with a cache layer per layer and iteration."""
+models, and continuous batching with a cache layer per layer and iteration.
+
+`configuration.py` (`rereads`) decides which models read a text again when its length changes RoPE's angles, and
+`decoder/rotary.py` (`changes`) at which length. `trips/engines.py` refuses these models for vLLM and `generate_batch`,
+and `inference/engine.py` refuses `longrope` for `fathom serve`.
+"""
 
 from __future__ import annotations
 

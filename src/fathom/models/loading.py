@@ -1,6 +1,10 @@
 """Open checkpoints strictly: which keys the checkpoint decides, and which missing or misshapen tensors are refused.
 
 `pretrained.py` initialises weights.
+
+The shapes and whether the head is tied are decided by the checkpoint's `config.json`; another value is refused here,
+unless `ignore_mismatched_sizes=True` allows other shapes. `registry.py` (`resolve_options`) refuses options that a
+mechanism lacks, and `checkpoints/families/keys.py` keys of other families' `config.json`.
 """
 
 from __future__ import annotations

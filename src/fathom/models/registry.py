@@ -1,4 +1,9 @@
-"""The registry of all mechanisms by name. To add one, write its file and add it to `ALL`."""
+"""The registry of all mechanisms by name. To add one, write its file and add it to `ALL`.
+
+`resolve_options` refuses an option that a mechanism lacks. `closed` (`axes/roles.py`) says which mechanisms can start
+without changing a pretrained model. `packages.py` adds the mechanisms of other packages, by entry point or
+`add_mechanism`.
+"""
 
 from __future__ import annotations
 
@@ -182,7 +187,7 @@ def add_residuals(layer: nn.Module, config: DecoderConfig, layer_idx: int) -> No
 
 
 def residuals(layer: Any, trip: int) -> tuple[Residual, Residual]:
-    """The residuals of a layer's attention and MLP in one iteration."""
+    """The residuals of a layer's attention and MLP in one iteration; a pass of fewer iterations uses the first ones."""
     if not trip or not layer.again:
         return layer.attn_residual, layer.mlp_residual
     return layer.again[trip - 1]["attn"], layer.again[trip - 1]["mlp"]

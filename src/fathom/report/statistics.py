@@ -1,4 +1,8 @@
-"""Paired differences: means, intervals and p values, with Holm's adjustment."""
+"""Paired differences: means, intervals and p values, with Holm's adjustment.
+
+`experiments/differences.py` and `multipliers.py` decide which tests of a comparison or a ladder form one family, and
+when a report is exploratory; `evaluation/paired.py` pairs documents. Shaffer's counts are in `holm`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The AdamW of torch, fused if torch has a fused step for all parameters."""
+"""The AdamW of torch, fused if torch has a fused step for all parameters.
+
+`optimizer.py` decides which parameters are AdamW's, and which have weight decay.
+"""
 
 from __future__ import annotations
 

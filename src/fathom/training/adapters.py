@@ -1,7 +1,7 @@
 """LoRA adapters (by peft): added to the model, saved next to checkpoints, merged at the end.
 
 `recipe.py` has the default target names (`lora.targets`): the projections of attention and MLP, so routers and experts
-that are stacked in one parameter get no adapter.
+that are stacked in one parameter get no adapter. `loop.py` exports the merged model at the end of a run.
 """
 
 from __future__ import annotations

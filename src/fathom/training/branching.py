@@ -1,6 +1,9 @@
 """Branch a run: another run that continues from its checkpoint with changes, such as more steps or a cooldown.
 
-A run itself keeps its recipe for life.
+A run itself keeps its recipe for life. A branch's weights are those of a run planned that way from the start, since a
+step depends only on weights, optimizer state and step number (`Training.step` in `build.py`).
+
+`loop.py` refuses another corpus or teacher, for branches too. `optimizer.py` has the schedules.
 """
 
 from __future__ import annotations

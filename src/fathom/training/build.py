@@ -1,4 +1,12 @@
-"""From a recipe to a `Training`, which can take steps: the core of `train`, `compare` and the benchmarks."""
+"""From a recipe to a `Training`, which can take steps: the core of `train`, `compare` and the benchmarks.
+
+The batch of a step, `train.tokens_per_step`, is divided among ranks and micro-batches here. Each loss is divided by the
+targets of this global batch. A step's random draws are seeded with (seed, step, rank), the initial weights of a module
+with (seed, module name). A batch without whole sequences on every rank is refused, and so is a sequence longer than the
+model's `max_position_embeddings`.
+
+`data/batches.py` decides which sequences a rank reads, and `first.py` compares the first batch with its evaluation.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +84,10 @@ class Training:
         return self.plan.prefetch(start, stop, self.ranks.rank, self.ranks.world_size, self.micro_batch)
 
     def step(self, step: int, batches: Sequence[Batch] | None = None) -> StepMetrics:
-        """One optimizer step. A pure function of the weights, the optimizer's state and `step`."""
+        """One optimizer step. A pure function of the weights, the optimizer's state and `step`.
+
+        By default it reads nothing back from the device: its numbers are tensors until `meter.py` reads them for a log.
+        """
         recipe, ranks, model = self.recipe, self.ranks, self.model
         if batches is None:
             batches = self.plan.batch(step, ranks.rank, ranks.world_size, self.micro_batch)

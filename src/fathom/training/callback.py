@@ -1,4 +1,8 @@
-"""A callback for transformers' Trainer that tells mechanisms with a schedule the current training step."""
+"""A callback for transformers' Trainer that tells mechanisms with a schedule the current training step.
+
+Without it, `models/pretrained.py` (`expect_steps`) stops a training with `blend_steps` at its second forward pass. In
+your own loop, call `model.set_step(step, steps)` before each step.
+"""
 
 from __future__ import annotations
 

@@ -5,8 +5,9 @@ anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and S
 directory is fsynced before the rename, and `latest` is updated after it. A directory named `step-*` was therefore
 complete once, and the manifest shows whether it still is.
 
-`loop.py` refuses a run directory that holds a run of another recipe, and says what to do if it has no checkpoint.
-`checkpoints/runs.py` chooses the newest checkpoint that is intact.
+`loop.py` refuses a run directory that holds a run of another recipe, and says what to do if it has no checkpoint; it
+refuses to resume with another corpus or teacher. `checkpoints/runs.py` chooses the newest checkpoint that is intact and
+reads tensors, for any strategy and number of ranks.
 """
 
 from __future__ import annotations

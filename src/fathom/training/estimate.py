@@ -1,4 +1,9 @@
-"""The cost of a recipe without running it: `fathom train --dry-run`."""
+"""The cost of a recipe without running it: `fathom train --dry-run`.
+
+`cli/train.py` prints it, with the change that a branch makes. `optimizer.py` matches patterns with parameters.
+
+`data/batches.py` (`BatchPlan.epochs`) counts a run's epochs of each collection, for the log.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,9 @@
 iteration reads later iterations of earlier tokens (view ALL), no parallel pass is exact: a model without a cache makes
 a few rounds that approximate decoding, and its perplexity is that of the rounds. Here a sample of the text is read both
 ways. Other models have no gap.
+
+`evaluation/perplexity.py` draws the sample of `fathom evaluate`, and `heldout.py` that of a run.
+`models/trips/slots.py` makes the rounds (`jacobi`), as many as `jacobi_eval` says (`models/recurrences/pondering.py`).
 """
 
 from __future__ import annotations

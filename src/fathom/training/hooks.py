@@ -1,4 +1,8 @@
-"""Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and your own code."""
+"""Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and your own code.
+
+An exception in a hook ends the run: `Hooks.around` calls every `after_run` and raises it again, and `loop.py`, which
+calls the hooks, does not catch it. `run.stop()` ends a run with a checkpoint (`loop.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """The training loop, with resuming, logging, evaluating, saving and stopping.
 
 A run directory that holds a run of another recipe is refused (`require_same`).
-A run stops at SIGTERM or SIGINT. Signals that come within three seconds count as one.
+A run stops at SIGTERM or SIGINT. Signals that come within three seconds count as one. All ranks then finish the step
+and write a checkpoint. `result.json` is written after the last step alone.
+
+`build.py` makes a step, `guard.py` decides whether it is skipped, and `first.py` stops a run whose first losses are
+wrong. `branching.py` decides what a branch may change, and `cli/train.py` sets the exit codes. An exception in a hook
+ends the run, since nothing catches it.
 """
 
 from __future__ import annotations
@@ -112,7 +117,7 @@ def train(
 
 
 def _require_same_inputs(trainer: TrainerState, training: Training) -> None:
-    """Refuse to resume or branch with another corpus or teacher."""
+    """Refuse to resume or branch with another corpus, which includes its tokenizer, or another teacher."""
     recipe = training.recipe
     if trainer.corpus != training.data.fingerprint:
         raise SettingsError(

@@ -1,4 +1,8 @@
-"""Speed, memory and losses of a run, read from the device only when shown."""
+"""Speed, memory and losses of a run, read from the device only when shown.
+
+MFU is computed here, against `track.peak_flops` or the device's dense bf16 peak. `models/cost.py` counts its FLOPs:
+three forward passes for each token, with the head but not the embedding; `trained_flops.py` takes off frozen weights.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@
     W ← (1 − ηλ) W − 0.2 η √max(r, c) U
 
 The factor 0.2 √max(r, c) scales U, r × c, to the size of adamw's updates, so that one learning rate suits both.
+
+`optimizer.py` decides which parameters are Muon's, and which have weight decay.
 """
 
 from __future__ import annotations

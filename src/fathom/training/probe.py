@@ -1,6 +1,9 @@
 """A learning-rate probe: a run of warm-up alone, which finds the learning rates with the least gradient norm and loss.
 Above the learning rate at which the gradient norm starts to rise, steps counteract each other. GeoGalactica chose its
 learning rate there. A probe is one run without a control: a starting point, not the optimum.
+
+The warm-up, which raises the learning rate from zero, is in `optimizer.py`. A probe whose training fails is stopped by
+`loop.py` after `train.max_skipped` bad steps, and reported too.
 """
 
 from __future__ import annotations

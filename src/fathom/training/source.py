@@ -1,5 +1,8 @@
 """Resolve the name of a checkpoint in a recipe, open the checkpoint, and compute the fingerprint that identifies a
-teacher."""
+teacher.
+
+`loop.py` refuses to resume with another teacher. `checkpoints/runs.py` finds a run's newest checkpoint.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """Other projects' decoders as Fathom models, and back: one file for each family.
 
 `import fathom.checkpoints.families` lets `FathomForCausalLM.from_pretrained` open every family of `FAMILIES`.
+
+- `registry.py` chooses the reader of a checkpoint; `family.py` translates keys and follows `attn_implementation`.
+- `keys.py` accepts, ignores or refuses each key of `config.json`, such as `sliding_window`.
+- `lumia.py` reads released Depth-Attention, DenseFormer, AttnRes and mHC, `ponderlm.py` PonderLM.
+- `nanbeige.py` and `ouro.py` read released loops; `published.py` is only a base class.
+- `hosted.py` and `layouts.py` are families that run transformers' own layers.
+- `tensors.py` renames tensors; `../../models/loading.py` refuses those that are missing, unknown or misshapen.
 """
 
 from fathom.checkpoints.families.registry import FAMILIES as FAMILIES

@@ -3,6 +3,8 @@
 A family's configuration is read by transformers' own class, so that missing keys have the defaults of the family's
 authors. Keys that most families share are translated here; a family's file adds the rest. `keys.py` says what is done
 with keys that a family does not read, and with types of rotary embedding.
+
+Dropout of hidden states is in no family's `switches`: the decoder has none, and only `attention_dropout` is applied.
 """
 
 from __future__ import annotations
@@ -123,7 +125,10 @@ class Family:
 
 
 def kept(theirs: Values) -> Values:
-    """The keys that Fathom's configuration takes over unchanged: dtype, quantisation and the attention backend."""
+    """The keys that Fathom's configuration takes over unchanged: dtype, quantisation and the attention backend.
+
+    An `attn_implementation` of `eager` or `sdpa` is followed; any other is left out.
+    """
     found: Values = {key: theirs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in theirs}
     backend = next((theirs[key] for key in BACKEND if theirs.get(key)), None)
     return {**found, "attn_implementation": backend} if backend in ("eager", "sdpa") else found

@@ -1,6 +1,8 @@
 """GPT-2: LayerNorms, learned positions, biases everywhere, a plain MLP; its matrices are transposed.
 
 Its dropout is not applied.
+
+`models/modeling.py` (`_positions`) refuses a text beyond its learned positions, and does not count padding.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """Translate a tensor to GPT-2's names."""
+    """The keys of a Fathom configuration under GPT-2's names."""
     return {
         "activation_function": config.hidden_act,
         "layer_norm_epsilon": config.rms_norm_eps,

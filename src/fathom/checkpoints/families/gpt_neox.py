@@ -36,7 +36,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """Translate a tensor to GPT-NeoX's names."""
+    """The keys of a Fathom configuration under GPT-NeoX's names."""
     return {"use_parallel_residual": config.parallel_residual, "layer_norm_eps": config.rms_norm_eps}
 
 

@@ -2,6 +2,10 @@
 
 Their configurations say `llama` and carry keys of their own (two generations of them); Depth-Attention's tensors
 have Qwen3's names, the three rivals' need renaming, and each contains an unused norm.
+
+A checkpoint without a stride, with two mechanisms or with another `baseline_mode` is refused here, and with
+`use_qk_norm: false` it opens without QK norm. `models/loading.py` refuses unknown tensors. A model's tensors show which
+variant of attention residuals it has (`Lumia.tensors`). Depth-Attention opens with `k_norm_position: after_rope`.
 """
 
 from __future__ import annotations

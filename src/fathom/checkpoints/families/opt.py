@@ -1,6 +1,8 @@
 """OPT, the family of Galactica: learned positions with an offset of 2, LayerNorms, a plain MLP, queries scaled first.
 
 Its dropout is not applied.
+
+`models/modeling.py` (`_positions`) refuses a text beyond its learned positions, and does not count padding.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def switches(theirs: PreTrainedConfig) -> Values:
 
 
 def back(config: FathomConfig) -> Values:
-    """Translate a tensor to OPT's names."""
+    """The keys of a Fathom configuration under OPT's names."""
     return {
         "layer_norm_elementwise_affine": config.norm == "layer",
         "enable_bias": config.attention_bias,

@@ -1,6 +1,8 @@
 """Ouro: a Llama with norms before and after sub-layers, whose stack runs several times with the final norm in between.
 
 A gate chooses the iteration after which each token is read out; the released threshold of 1 always takes the last.
+
+`models/recurrences/exit_gate.py` is this gate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""The base of readers of released checkpoints that have a depth mechanism, such as a loop or depth attention."""
+"""The base of readers of released checkpoints that have a depth mechanism, such as a loop or depth attention.
+
+`lumia.py` recognises and reads Depth-Attention, DenseFormer, attention residuals and mHC, and their variants,
+`nanbeige.py` and `ouro.py` looped models. `ponderlm.py` has the keys of PonderLM and PonderLM-2, whose other keys their
+families' files read. `registry.py` asks each of them whether it reads a `config.json`, and `keys.py` refuses other keys.
+"""
 
 from __future__ import annotations
 

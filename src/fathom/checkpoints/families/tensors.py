@@ -1,6 +1,8 @@
 """Convert tensors to and from other projects' names and shapes by rules; tensors are read one at a time.
 
 A checkpoint is never in memory twice: a renamed tensor is read when the model requests it.
+
+`models/loading.py` refuses a checkpoint that lacks tensors, or has unknown or misshapen ones.
 """
 
 from __future__ import annotations

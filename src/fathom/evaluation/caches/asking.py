@@ -1,6 +1,8 @@
 """Select questions, and score the answers of a model with a cache. A natural needle is found if every token of its
 answer is the likeliest; the nats are recorded too. RULER's answers are generated greedily, and score the share of
 expected strings that appear.
+
+All caches get the prompts of `make_prompts`; `questions.py` pairs their answers with those of the full cache.
 """
 
 from __future__ import annotations

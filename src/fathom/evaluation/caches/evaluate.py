@@ -1,4 +1,10 @@
-"""Evaluate every checkpoint with every cache, store the results, and write a report."""
+"""Evaluate every checkpoint with every cache, store the results, and write a report.
+
+`measure.py` reads texts through a cache, `needles.py` asks for token needles, `asking.py` puts the other questions and
+scores their answers, `prompts.py` places them before or after the last compression, `questions.py` leaves out tasks
+that the full cache does not solve, and `page.py` makes the verdict. LongBench's and other tasks of lm-eval are scored
+with caches by `../scoring.py` (`fathom evaluate --kvcache`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The report on caches: numbers, verdict, tables for a terminal, and a page."""
+"""The report on caches: numbers, verdict, tables for a terminal, and a page.
+
+`questions.py` has the tables of questions, and leaves tasks out of the verdict that the full cache does not solve.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,12 @@
 """Publishing models and comparisons: reports and pages, portraits, cards, commitments and their verification.
 
 The modules of evidence do not import this package. Modules are imported on first use.
+
+    report.py           a report's content: hashes, options, command line; `results.py` its classes, `page.py` its page
+    verification.py     `verify` of a report; `commitments.py` has that of a commitment
+    commitments.py      `commit`: leaves, root, secret key; also the SHA-256 of a model's files
+    portrait.py         the picture and its six words
+    cards.py            cards and their search; `identification.py` has `identify`
 """
 
 import importlib

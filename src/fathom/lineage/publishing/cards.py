@@ -1,4 +1,8 @@
-"""Cards: a summary of a model that can be published and searched without its weights."""
+"""Cards: a summary of a model that can be published and searched without its weights.
+
+`identification.py` opens the models of the nearest cards, finds them by the names in the cards, and chooses controls.
+`lineage/vocabulary.py` chooses the anchor strings; `lineage/huref.py` makes the sketch from them.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ the leaves reveal nothing about the weights until the key is published. The date
 root where someone else records the date. Nothing here is zero-knowledge: a verifier must see the weights, or trust a
 party that did. A commitment shows that *these* weights were held at the time, not that they are deployed or were the
 first.
+
+`verification.py` verifies a report.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The report as one HTML page that loads nothing, for narrow and wide screens, in light or dark."""
+"""The report as one HTML page that loads nothing, for narrow and wide screens, in light or dark.
+
+`report.py` decides what the report holds, and `verification.py` compares a page word by word.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ bytes are rotated by signed Hadamard transforms; sums of nine coordinates become
 the normal distribution function, so that each trait is uniform over models), and the single coordinates paint its
 coat and the light behind it. A small change of the sketch is a small change of the picture, since all traits are
 blended and none is chosen by a maximum.
+
+`lineage/huref.py` makes the sketch. `commitments.py` and `verification.py` compare sketches by their cosine.
 """
 
 from __future__ import annotations

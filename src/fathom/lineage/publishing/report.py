@@ -1,4 +1,8 @@
-"""The report of a comparison as plain data; `page.py` makes it a page."""
+"""The report of a comparison as plain data; `page.py` makes it a page.
+
+`commitments.py` hashes the models' files, `nulls.py` the null file. `verification.py` makes the report again and
+compares the entries.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Verify a report: its files by their hashes, every number and sentence by recomputation."""
+"""Verify a report: its files by their hashes, every number and sentence by recomputation.
+
+`commitments.py` verifies a commitment, and hashes the files of a model. `report.py` decides what a report holds.
+"""
 
 from __future__ import annotations
 

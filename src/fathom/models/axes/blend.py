@@ -8,6 +8,11 @@ The blend is linear:
 λ = 0 the result is `a` to the last bit, and at λ = 1 it is `b`: `torch.lerp` of finite numbers is exact at both ends.
 
 With `blend: learned`, λ is a parameter that starts at zero, next to a gain on `a` (`gates.py`).
+
+`pretrained.py` passes the training step on (`set_step`), stops a training that never does so, and saves a model with
+the current λ; transformers' Trainer needs `training/callback.py`. `deepen/request.py` decides with which λ a mechanism
+is added, and that `blend_steps` opens it by default. A mechanism without learned gates says `learns = False` in its
+options; one that cannot start as the model without it has `closed=None` in its declaration.
 """
 
 from __future__ import annotations

@@ -9,6 +9,11 @@ the gain of a: where m contains a, or y is a + λ (m - a), most of λ's gradient
 
 Which mechanisms may have learned gates is decided by `learns` (`blend.py`), and which can start closed by `closed`
 (`roles.py`).
+
+Gates are parameters, so checkpoints and exports keep them; they get no weight decay (`no_weight_decay`). `blend.py` has
+the options `blend`, `gates`, `blend_steps` and `shuffled`. `deepen/heal.py` gives gates a larger learning rate
+(`optim.groups`, by `training/optimizer.py`), and `deepen/screen.py` scores closed gates without training. The controls
+are `mixers/value_gain.py` and `residuals/branch_gain.py`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,11 @@ The output is
 
 An expert has 1/k of the channels of `intermediate_size`, so that a token costs as much as in the dense MLP, and the
 router. Tokens are sorted by expert and each expert is called once. No expert has a capacity, so no token is dropped.
-The loss that balances them is in `hosts/router.py`.
+The loss that balances them is in `hosts/router.py`. Under `torch.compile` every expert computes every token (`_all`).
+
+`configuration.py` refuses `experts` for a family with layers of its own. `cost.py` counts the parameters that a token
+uses, which `fathom train --dry-run` prints. `experiments/arms.py` replaces `as-large-as-` by a number of experts.
+`families/registry.py` (`unlike`) finds no other family with these experts, so `form=native` is refused.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Its two forms:
 
 gated    down(act(gate(x)) ⊙ up(x))        a kernel may compute silu(gate) ⊙ up
 plain    down(act(up(x)))
+
+`experts.py` has the sparse form, a mixture of experts, and chooses between the two.
 """
 
 from __future__ import annotations

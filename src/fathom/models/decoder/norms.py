@@ -7,6 +7,8 @@ rms_wide      the same, the product before the cast                             
 rms_offset    (1 + w) ⊙ x̂, the product before the cast                                      Gemma
 layer         w ⊙ (x − mean(x)) / √(var(x) + ε) + b                                         GPT-NeoX, GPT-2, OPT
 layer_plain   the same without w and b                                                      Galactica
+
+Norms of a float64 model stay in float64 (`widen` in `axes/numerics.py`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ layer type, or have no angles because its positions are learned.
 
 `generation.py` reads a text again when its length changes the angles; `rereads` in `configuration.py` says for which
 families.
+
+Every iteration of a token has the token's position (`trips/walk.py`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ With s the family's scale and H heads, a mixer sees one head, whose key is [c; r
     q̄ = mean_h (W^K_h)ᵀ q_h^nope        ρ̄ = mean_h q_h^rope        score of layer j: s (q̄ · c_j + ρ̄ · r_j)
 
 The cache holds the mixed latent and r, and is as large as before. A mixed latent makes keys too.
+
+`layer_cost.py` counts the FLOPs of the mean query (`mixer_cost`). `refusals.py` refuses mixed keys here.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@
 
 These checks concern mechanisms. `checkpoints/families/layouts.py` refuses configurations of the families themselves,
 such as Gemma 4 with shared keys, and `keys.py` next to it keys of `config.json`, such as an unread `sliding_window`.
+`registry.py` next to it refuses types that do not open, and `../loading.py` weights stored as `mxfp4` or `fp8` blocks.
 """
 
 from __future__ import annotations

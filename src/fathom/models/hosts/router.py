@@ -5,7 +5,10 @@ Over the visits of all iterations pooled it would be blind: a first iteration th
 second that sends everything to another balance each other.
 
 `modeling.py` adds the loss as `router`, and reports the busiest expert's load over its even share as `expert_load`.
-Families whose class has no balancing loss get none.
+Families whose class has no balancing loss get none. In evaluation there is no such loss. Nothing changes
+`e_score_correction_bias` in training.
+
+`decoder/experts.py` routes tokens to experts in Fathom's own layers.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Scores between rotated queries and keys of two such layers would depend on a token's position. A family's attention
 hands over rotated ones. Its own function turns them back: angles a stand for a factor r e^{ia} (r is 1 but for some
 scaled kinds of rotary embedding), and those of e^{-ia} / r undo it.
+
+`FathomConfig.mixes_unrotated` says for which models.
 """
 
 from __future__ import annotations

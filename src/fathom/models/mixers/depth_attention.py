@@ -23,6 +23,11 @@ ordinary cache. No parameters.
 The form below is chosen for memory traffic, which is all that the mix costs: a list of sources, no stack, no cat, no
 einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel. Eager training has a
 hand-written backward, which keeps no float32 copies; a few decoded tokens on a CPU take fewer calls (`mix_few`).
+
+`schedule.py` decides which layers are sources, and `trips/slots.py` which of their earlier iterations. `modeling.py`
+norms and rotates keys before the mixer scores them (`k_norm_position`, `Attention._mixed`). If layers rotate
+differently, it mixes un-rotated keys and rotates the result: `configuration.py` decides when (`mixes_unrotated`), and
+`hosts/turning.py` does it for a family's own layers. `families/lumia.py` opens the released weights.
 """
 
 from __future__ import annotations

@@ -1,5 +1,15 @@
 """Base of mixers that read every stride-th and the most recent earlier layers: options, and which layers are
-sources."""
+sources.
+
+The strided layers are an absolute grid, those with i mod stride = 0, whatever layer reads them. `../trips/slots.py`
+adds the sources of earlier iterations (`across_trips`).
+
+Schedules over training steps are elsewhere: `blend_steps` in `../axes/blend.py`, and `set_step`, with the error if
+nobody calls it, in `../pretrained.py`.
+
+`registry.py` (`check_trips`) refuses values of `across_trips` that a recurrence excludes, such as all but `none` with
+`kv: first` or with `ponder2`.
+"""
 
 from __future__ import annotations
 

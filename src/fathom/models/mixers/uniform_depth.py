@@ -5,6 +5,8 @@ The mixed value:
 ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
 
 With `blend: learned` the mean is over the sources alone: ṽ_ℓ = (1 + g) v_ℓ + λ mean_{j ∈ D_ℓ} ṽ_j.
+
+`schedule.py` decides which layers are sources. `axes/blend.py` and `axes/gates.py` decide `blend` for all mechanisms.
 """
 
 from __future__ import annotations

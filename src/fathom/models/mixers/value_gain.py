@@ -6,6 +6,8 @@ The gains:
     ṽ_ℓ = (1 + g) v_ℓ        with `queries`, q_ℓ ← (1 + a) q_ℓ
 
 g and a start at zero. Nothing is mixed, so a mechanism that does no better than this has found a gain.
+
+`axes/gates.py` has the gains themselves. `residuals/branch_gain.py` is the control of residuals and loops.
 """
 
 from __future__ import annotations

@@ -5,6 +5,11 @@ The mixed value:
 ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1;        with `blend` λ, ṽ_ℓ = v_ℓ + ½ λ (v_0 - v_ℓ)
 
 With `blend: learned`, ṽ_ℓ = (1 + g) v_ℓ + λ v_0.
+
+`axes/blend.py` and `axes/gates.py` decide `blend` for all mechanisms.
+
+In a loop v_0 is that of the same iteration, or layer 0's one value if that layer is in the prelude (`_sources` in
+`trips/slots.py`). Sources keep their gradients.
 """
 
 from __future__ import annotations

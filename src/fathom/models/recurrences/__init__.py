@@ -1,1 +1,10 @@
-"""Recurrences, which decide how many iterations a token makes through the layers, and the input of each iteration."""
+"""Recurrences, which decide how many iterations a token makes through the layers, and the input of each iteration.
+
+- `looping.py`: `loop`, with `growth.py`, `early_loss.py`, `exit_gate.py` (`exit`) and `confidence.py`
+  (`exit_confidence`).
+- `ponder.py`, `ponder2.py`, `ponder3.py`, `adaponder.py`, `latent_cot.py`: a recurrence each. `pondering.py`: their
+  options.
+- `draws.py`: iterations and seeds of a training step. `mixture.py`: the mixture of the vocabulary.
+- `models/trips/`: `slots.py` runs the iterations, makes the Jacobi rounds and keeps the results of halted tokens; it
+  decides which layers loop and which sources a mixer has. `walk.py` makes the passes.
+"""

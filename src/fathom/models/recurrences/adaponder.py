@@ -24,6 +24,14 @@ With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every iteration repeat
 
 Training computes halted tokens and discards them; with `skip_dead_rows` it leaves them out (`roles.py` chooses,
 `walk.py` does it).
+
+With `trips: 1` or shut gates the model computes what the vanilla decoder does. A gate that shuts too early never opens
+again, because a halted token gives it no gradient.
+
+`trips/slots.py` freezes a halted token's output, and counts its later gates as 0 (`TokenSubset.put`). `trips/walk.py`
+leaves sequences whose token halted out of decoding, `trips/slot_cache.py` stores only the iterations that were made,
+and `trips/reading.py` decides which of them other tokens read. `pondering.py` has `top_k`, `temperature`,
+`mixture_gain` and the gates' MLP. `lens/look.py` counts each token's iterations.
 """
 
 from __future__ import annotations
@@ -201,7 +209,10 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
         return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Mean iterations, the gates' entropy, and the shares of gates that are closed or nearly closed."""
+        """Mean iterations, the gates' entropy, and the shares of gates that are closed or nearly closed.
+
+        If a strong penalty shuts all gates, `gates_shut` rises to 1 and `trips` (of the base class) falls to 1.
+        """
         gates = self._gates(state)
         found = super().metrics(state, targets)
         if gates is not None:

@@ -4,9 +4,14 @@ With z_k the logits of a token after iteration k, and τ the option:
 
     c_k = max_v softmax(z_k)_v          the token halts after the first iteration with c_k ≥ τ, or after the last
 
-A halted token is computed no more, and its readout is that of its last iteration. Iteration k of a later token reads
-the keys and values which the halted token made in its last iteration, min(k, halt): the rule of the view SAME, in one
-forward pass over a text as in decoding. Training makes all iterations.
+In decoding, a halted token is computed no more. Its readout is that of its last iteration. Iteration k of a later token
+reads the keys and values which the halted token made in its last iteration, min(k, halt): the rule of the view SAME, in
+one forward pass over a text as in decoding. Training makes all iterations.
+
+`deepen/exits.py` chooses τ so that the loss rises by a bounded amount. `trips/walk.py` leaves halted tokens out of
+decoding, in `generate` and `serve`; `trips/slots.py` keeps their readouts, and `trips/reading.py` has the rule
+min(k, halt). `looping.py` refuses `exit_confidence` with a coda, `kv: first`, damping, a blend or an exit gate, and
+`trips/engines.py` refuses engines that keep one key and value for each token. `exit_gate.py` is the trained gate.
 """
 
 from __future__ import annotations
@@ -56,7 +61,7 @@ class ConfidenceExit(Recurrence):
         return ConfidenceOptions.of(config).exit_confidence is not None
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also which tokens go on."""
+        """Also which tokens go on; every iteration but the last costs one product with the head."""
         new = super().gate(out, state)
         if self.confidence is None or out.last:
             return new

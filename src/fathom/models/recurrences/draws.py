@@ -1,4 +1,10 @@
-"""Random numbers for a training step that are the same on every rank and after resuming."""
+"""Random numbers for a training step that are the same on every rank and after resuming.
+
+All other draws of a step are seeded in `training/build.py`, with (seed, step, rank).
+
+`pretrained.py` (`set_step`) tells the step. `training/build.py` sets the option `seed` to `train.seed` where it is
+null. `pondering.py` draws Jacobi rounds, and `growth.py` limits a draw to the iterations grown so far.
+"""
 
 from __future__ import annotations
 

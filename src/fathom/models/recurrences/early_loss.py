@@ -6,6 +6,8 @@ The loss:
     loss + w · mean over the iterations k before the last of CE(head(norm(r_k)))
 
 The readout after iteration k equals that of the model with `max_trips=k + 1`. Off by default.
+
+`looping.py` refuses it with a coda, damping, `blend`, `growth` or exits.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ changes what is read out and not what it costs, and decoding equals prefill.
 
 `looping.py` refuses the options of a loop that exclude an exit gate (`coda`, `damping`, `blend`, `growth`,
 `early_loss`, `exit_confidence`).
+
+`confidence.py` is the other exit: by the confidence of a readout, without a gate. It saves compute, and
+`fathom deepen --exit` (`deepen/exits.py`) chooses its threshold. `families/ouro.py` opens Ouro's checkpoints.
 """
 
 from __future__ import annotations

@@ -14,6 +14,12 @@ Iteration k reads iterations up to k of earlier tokens (view DUO), so all tokens
 
 The penalty charges for going on in proportion to the probability p that the true next token already has:
 λ · mean_t Σ_k p(h_k)^β R_{k+1}, without gradient through p.
+
+With `trips: 1` or a shut router the readout is h_0, which is what the vanilla decoder computes.
+
+`trips/slots.py` keeps a halted token's readout, `trips/reading.py` decides what an iteration reads (view DUO), and
+`cost.py` counts its attention scores. `pondering.py` draws the tokens on which the penalty is measured. `lens/look.py`
+shows the prediction of each iteration by itself, so its last row differs from the output, which is the mixture.
 """
 
 from __future__ import annotations

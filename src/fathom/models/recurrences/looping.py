@@ -33,6 +33,11 @@ read every iteration (view ALL).
 
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
 readout has one more matrix; here the first iteration starts from e as it is).
+
+`trips/slots.py` decides which layers loop (`prelude`, `coda`), a mixer's sources and what `kv: first` borrows;
+`trips/walk.py` starts residuals over with each iteration; `draws.py` draws `trips_range`; `modeling.py` (`trips_asked`)
+applies `max_trips`. `registry.py` refuses `across_trips` with `kv: first`, which `trips/speculation.py` (drafts),
+`trips/engines.py` and `kvcache/rope.py` (compressed caches) refuse. `checkpoints/export.py` unrolls a plain loop.
 """
 
 from __future__ import annotations
@@ -260,7 +265,7 @@ class Loop(Blended, GrowingTrips, EarlyReadout, ExitGate, ConfidenceExit):
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Cost: every extra iteration repeats the looped layers' FLOPs and, with keys and values of its own, their cache;
-    the injection is computed once per token."""
+    the injection is computed once per token. With `kv: first` a family's own projections still run, and count."""
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)

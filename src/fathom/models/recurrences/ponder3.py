@@ -9,6 +9,9 @@ learns both from the mixture and from attention.
 
 The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quality of the readout that stops before
 iteration k. The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
+
+`pondering.py` draws the sample and the Jacobi rounds, `trips/slots.py` makes the rounds, and `axes/numerics.py`
+(`lowest_mean`) takes the lowest share; a share below one token shrinks the penalty in proportion.
 """
 
 from __future__ import annotations

@@ -1,5 +1,12 @@
 """Shared parts of the pondering recurrences: options, penalties, the mixture that is fed back, and the cost of an
-iteration."""
+iteration.
+
+`ponder.py`, `ponder2.py`, `ponder3.py`, `adaponder.py` and `latent_cot.py` decide what they feed back and which tokens
+halt. `trips/slots.py` keeps the results of halted tokens and makes the Jacobi rounds (`jacobi`); `trips/walk.py` leaves
+halted tokens out and decides the passes of `prefill: exact`, without which `generation.py` refuses to read a prompt in
+chunks. `draws.py` draws at random in training; `training/build.py` sets `seed` to `train.seed` where it is null.
+`mixture.py` computes the mixture of the vocabulary, and `ponder.py` makes pauses.
+"""
 
 from __future__ import annotations
 

@@ -18,6 +18,12 @@ Delta Attention Residuals keep the running stream x and add to it what they read
 sum of each completed block. A source enters with the write after the read that follows it, so the open block, and the
 embeddings before the first write, are in x alone. The public code of `delta_block` stores other sources from the third
 on: x at a block's end minus the source before, not minus x at the block's start.
+
+In a loop each iteration begins with its own input in place of the embeddings (`trips/walk.py` calls `begin`), and all
+iterations share the queries. Blocks are counted by layer, so after a prelude an iteration may begin inside a block.
+
+`normed_pooling.py` has Inkling-2's form (`inkling2`), which adds up an unfinished block in float32. `axes/blend.py` has
+`blend`. A released checkpoint does not name its variant: `families/lumia.py` recognises it by the tensors.
 """
 
 from __future__ import annotations

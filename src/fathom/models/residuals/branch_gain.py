@@ -9,6 +9,8 @@ sub-layers of further iterations have a factor that starts at zero, so that the 
 layer:
 
     x ← x + λ u              in iterations after the first
+
+`axes/gates.py` has the gains themselves. `mixers/value_gain.py` is the control of mixers.
 """
 
 from __future__ import annotations

@@ -13,6 +13,11 @@ arXiv 2409.19606, which norms every stream by itself, makes a stream's maps from
 all, starts that projection at zero, and sums the streams in the end.
 
 With a `form` other than `paper` the streams are those of a released model: see `released_streams.py`.
+
+In a loop each iteration ends with the learned mean of the streams, which the final norm reads, and begins with copies
+of it: `trips/walk.py` calls `read` and `begin`. `registry.py` makes the maps of each iteration (`per_visit`), and
+refuses `per_visit` without iterations that follow one another. `axes/blend.py` has `blend`, and `families/lumia.py`
+opens the released mHC checkpoint.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ reads the embeddings as they are. With `queries: 3` a layer of full attention ma
 three such reads, each with a query q of its own, and the norms of keys and values have gains of their own.
 
 p is added up in float32 inside a layer, and rounded to the model's type after its MLP.
+
+`attention_residuals.py` has the other variants, and the options.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ compiles.
 Iteration k of token t has position t · trips + k, whether it was made or not. Under DUO and ALL the positions of
 iterations that were not made are masked. Under SAME they hold a copy of the token's last iteration at the end of a
 forward pass, so that an iteration reads its own positions with a constant stride.
+
+Compiled decoding computes halted tokens too (`_stored` in `walk.py`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ of blocks whether none, some or all of its slots read one another. The kernel ca
 some.
 
 `walk.py` decides when FlexAttention is refused, and `training/build.py` refuses it for training on a CPU or MPS.
+`attend_by_rule` here refuses `attention_dropout`, and adds biases such as `ponder3`'s log w to the scores, in the
+kernel.
 """
 
 from __future__ import annotations

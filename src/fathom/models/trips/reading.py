@@ -8,6 +8,9 @@ Slot (t, k) reads (t', k') if
 
 A mask with a gradient rules out the flash kernels and takes memory for every query, key and head. So a bias on keys
 becomes one or two more channels of queries and keys, which every kernel supports.
+
+`walk.py` (`check_backend`) refuses attention backends without masks of any shape. `slot_table.py` (`gathering_pays`)
+decides whether the slots that are read are copied, or all are read under a mask.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ It serves recurrences whose iterations read one another or whose tokens halt. Ke
 made are stored one after another in each row of the batch, so a token with three iterations takes three positions. A
 static cache has a fixed position for every iteration of every token. All layers share a table of what is stored where.
 `get_seq_length` counts tokens, because positions and masks of `generate` depend on it. Padding is never stored.
+A cache that was filled by another model is refused (`with_slots`).
+
+`slot_table.py` decides whether an iteration copies the slots that it reads, and `fixed_table.py` is the table of a
+static cache.
 """
 
 from __future__ import annotations

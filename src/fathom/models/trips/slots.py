@@ -8,6 +8,9 @@ Rotary positions never depend on the iteration.
 With all tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps
 it. Neither knows any mechanism. `reading.py` decides what an iteration may read, and `walk.py` makes it.
 
+A token that halted keeps its state, and so its output (`TokenSubset.put`); values that it lacks, such as later gates,
+are 0. `plan` also lists which visits a mixer reads: `across_trips` adds those of earlier iterations.
+
 With `kv: first` the visits of later iterations borrow the keys and values of the layer's first iteration: the
 recurrence's `shares` requests it, and `plan` sets `borrows`.
 """
@@ -61,6 +64,8 @@ def plan(config: DecoderConfig, trips: int | None = None) -> Plan:
 
 
 def _sources(config: DecoderConfig, layer: int, trip: int, index: dict[tuple[int, int], int]) -> tuple[int, ...]:
+    """The visits whose values a visit's mixer reads: the mixer's `source_layers` in this iteration and, by the rule
+    `across_trips`, in earlier ones."""
     mixer = mixer_class(config)
     keyed = config.keyed_layers
     if layer not in keyed:

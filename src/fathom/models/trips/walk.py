@@ -7,8 +7,13 @@ two cases. Without a cache (training, evaluation), keys and values of earlier it
 (`Dense`; `Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side
 (`Interleaved`). With a cache (inference), they are in the slot cache (`Stored`).
 
+Decoding neither computes nor stores halted tokens (`Stored`), training computes and discards them unless
+`skip_dead_rows` is set. In each iteration the residual begins anew with the iteration's input and ends with its final
+read, so nothing else passes from one to the next (`_through`).
+
 `slots.py` has the solvers, `sweep` and `jacobi`, and the plan of layers. FlexAttention is refused here for gradients on
-a CPU or MPS, and for a static cache of slots.
+a CPU or MPS, and for a static cache of slots. `slots.py` keeps a halted token's result, and `modeling.py`
+(`trips_asked`) decides how many iterations a pass makes.
 """
 
 from __future__ import annotations
@@ -140,7 +145,7 @@ def _solved(model: Decoder, x: Tensor, inputs: Inputs) -> TripState:
 
 def _exact_rounds(length: int, trips: int) -> int:
     """The number of Jacobi rounds that makes the result equal token-by-token decoding; raises if the length is
-    symbolic."""
+    symbolic, as in `torch.export` with `dynamic_shapes`."""
     if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):
         raise ValueError(
             "recurrence_options.prefill=exact makes more passes the longer the text is, so torch.export cannot leave "
