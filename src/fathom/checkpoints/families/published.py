@@ -2,7 +2,7 @@
 
 `lumia.py` recognises and reads Depth-Attention, DenseFormer, attention residuals and mHC, and their variants,
 `nanbeige.py` and `ouro.py` looped models. `ponderlm.py` has the keys of PonderLM and PonderLM-2, whose other keys their
-families' files read. `registry.py` asks each of them whether it reads a `config.json`, and `keys.py` refuses other keys.
+families' files read. `registry.py` asks each of them whether it reads a `config.json`; `keys.py` refuses other keys.
 """
 
 from __future__ import annotations
