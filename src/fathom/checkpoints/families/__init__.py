@@ -7,7 +7,7 @@
 - `lumia.py` reads released Depth-Attention, DenseFormer, AttnRes and mHC, `ponderlm.py` PonderLM.
 - `nanbeige.py` and `ouro.py` read released loops; `published.py` is only a base class.
 - `hosted.py` and `layouts.py` are families that run transformers' own layers.
-- `tensors.py` renames tensors; `../../models/loading.py` refuses those that are missing, unknown or misshapen.
+- `tensors.py` renames tensors; `models/loading.py` refuses those that are missing, unknown or misshapen.
 """
 
 from fathom.checkpoints.families.registry import FAMILIES as FAMILIES
