@@ -43,9 +43,9 @@ test test-all: export PYTHONDONTWRITEBYTECODE :=
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
-# With lm-eval, half a gigabyte that the fast tests do without, and peft.
+# With lm-eval, half a gigabyte that the fast tests do without, peft and gguf.
 test-all: lint
-	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,evaluate,lora]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(CONSTRAINTS) -e '.[dev,evaluate,lora,gguf]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # Caches, mechanisms, families and exports on the oldest and the newest transformers, each in a directory of its own; its

@@ -16,7 +16,7 @@ from fathom import FathomError, FathomForCausalLM, check
 from fathom.checkpoints.families import FAMILIES
 from fathom.checkpoints.shrink import shrink
 from fathom.checkpoints.twin import VIEWS, cached, difference, make_batch, padded, whole, write_twin
-from tests.models.hosts.cases import SHAPE, SHAPES
+from tests.models.hosts.cases import SHAPE, SHAPES, UNKNOWN
 
 from .families.cases import CASES, stock_config
 from .published import PUBLISHED
@@ -54,7 +54,7 @@ def test_every_family_agrees(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_hosted_family_agrees(kind: str, tmp_path: Path) -> None:
-    found = check(write(tmp_path, {**SHAPE, **SHAPES[kind], "model_type": kind}))
+    found = check(write(tmp_path, {**SHAPE, **SHAPES[kind], "model_type": kind}), ignore_keys=UNKNOWN.get(kind, ()))
     wrong = [one for one in found.comparisons if one.difference > 0]
     if kind == "youtu":  # its class sets the stored row of the padding token to zero, and so that token's logit
         assert len(wrong) == len(found.comparisons)

@@ -111,6 +111,7 @@ def test_from_any_directory(newcomer: Newcomer, tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(("mechanism", "teaches"), [("loop", True), ("ponder2", False)])
 def test_from_a_gguf_file(mechanism: str, teaches: bool, newcomer: Newcomer, tmp_path: Path) -> None:
     """No recipe may name the file; the deepened model is its own teacher while its mechanism is closed."""
+    pytest.importorskip("gguf")
     pytest.importorskip("accelerate")  # transformers reads GGUF files with it
     llama(tmp_path / "base")
     newcomer.types("export", "base", "--to", "base.gguf", "--as", "gguf")

@@ -50,6 +50,7 @@ class Small:
 def shrink(config: Values) -> Small:
     """A small copy of a `config.json` of a type that transformers knows."""
     full = read_as_class(config)
+    full.allow_global_per_layer_attribute_access = True  # Gemma 4's heads differ; those of most layers are meant
     sizes = {**_shapes(full), **_lengths(full)}
     layers = sizes["num_hidden_layers"] = _layers(config, full)
     if isinstance(last := getattr(full, "max_window_layers", None), int):
