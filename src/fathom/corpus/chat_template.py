@@ -6,7 +6,8 @@ which a unique mark replaces every message; the text between the marks belongs t
 back in place of the marks, the result must equal the template's output for the original conversation. A template that
 rewrites messages, by removing earlier thoughts for example, is refused for these conversations.
 
-`converse.py` lists such a conversation in `rejected.jsonl` as `no_template`. `templates.py` has the built-in templates.
+`converse.py` lists such a conversation in `rejected.jsonl` as `no_template`. `templates.py` has the built-in templates,
+and encodes the pieces: a message that spells a special token is encoded as text (`plain` in `data/tokenizer.py`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Kept conversations as token shards with a loss mask of one bit per token.
 
 `rejected.jsonl` lists conversations whose last exchange is too long (`too_long`), with nothing left to train on
-(`no_target`), or that the template rewrites (`no_template`). `templates.py` drops the oldest exchanges, and with
-`chat_template.py` decides the loss mask, which `data/targets.py` writes. `tokens.py` gives the tokenizer its chat
-template. `ingest.py` makes a preference pair's chosen answer a conversation.
+(`no_target`), or that the template rewrites (`no_template`). `templates.py` drops the oldest exchanges, encodes them,
+and with `chat_template.py` decides the loss mask, which `data/targets.py` writes. `tokens.py` gives the tokenizer its
+chat template. `ingest.py` makes a preference pair's chosen answer a conversation.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 An executor gets the directory of a corpus, a stage and the numbers of tasks in the plan file there. Tasks write their
 results to disk, so nothing is returned, and the results do not depend on the executor.
 
-`recipe.py` (`Executor`) has the options. `remote.py` schedules through datatrove. The stage `duplicates` is one task,
-and inputs are hashed before a stage has tasks, so both run on one machine.
+`stage.py` writes a task's record, with the SHA-256 of its files. `recipe.py` (`Executor`) has the options. `remote.py`
+schedules through datatrove. The stage `duplicates` is one task, and inputs are hashed before a stage has tasks, so both
+run on one machine.
 """
 
 from __future__ import annotations

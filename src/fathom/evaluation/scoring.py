@@ -2,7 +2,8 @@
 
 `tasks.py` reads tasks and their documents, `harness.py` runs lm-eval and says which metrics are paired, `perplexity.py`
 reads texts and cuts them into windows, `paired.py` computes differences and intervals, `scores_page.py` makes tables
-and notes. `training/gap.py` compares Jacobi rounds with decoding, `kvcache/policy.py` reads tasks through caches.
+and notes. `pairs.py` asks the questions of `fathom evaluate tuned`, each once. `training/gap.py` compares Jacobi rounds
+with decoding, `kvcache/policy.py` reads tasks through caches.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see d
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
 
 `harness.py` runs the tasks, and refuses few-shot prompts without a `train` split. `pairs.py` reads the questions of a
-`--benchmark` directory.
+`--benchmark` directory, and asks repeated ones once. lm-eval puts the space before a choice; `cloze` says so for
+answers.
 """
 
 from __future__ import annotations

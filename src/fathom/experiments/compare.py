@@ -12,8 +12,9 @@ Initial values are shared because each module draws from a generator seeded with
 `differences.plan_changed` decides whether a report is exploratory; such a report calls no difference significant.
 `plan.py` refuses a directory with runs of another recipe, and `budget.py` is the dry run. `arms.py` makes the arms'
 recipes, with equal budgets and `as-large-as-` numbers, and decides what an arm may override. `schedule.py` runs the
-tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over. `timing.py` measures, and
-`differences.py` computes the report and its verdict; `report/statistics.py` decides what is significant.
+tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over. `training/heldout.py` scores all
+models on the same tokens, `timing.py` measures, and `differences.py` computes the report and its verdict;
+`report/statistics.py` decides what is significant.
 """
 
 from __future__ import annotations

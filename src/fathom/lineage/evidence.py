@@ -16,8 +16,8 @@ because a student that learns hidden states copies functions too.
 `awm.py` decides which channels count in T1 and T2: no ties, and pairs at least twice as alike as the next best.
 `aligning.py` and `pairs.py` decide when T1 and T2 are run: enough shared strings, a cosine of 0.95, an output head of
 its own. `neurons.py` pairs T4's neurons, `values.py` T5's channels, and `planes.py` computes T6's words.
-`comparison.py` draws the layers, and marks tests of weights that both models start from a formula as void.
-`verdict.py` applies Holm's correction.
+`comparison.py` draws the layers, refuses controls that are related to a model (T4, T5 or T6 at `ALPHA`), and marks
+tests of weights that both models start from a formula as void. `verdict.py` applies Holm's correction.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Held-out loss: per domain, in bits per byte, and by position in the context.
 
 `data/shards.py` decides which documents are held out (`choose_split`). `first.py` evaluates the first batch.
-`data/batches.py` chooses the windows that are read. By `data/targets.py` answers alone count in conversations. In a
-mixture every collection is scored as a domain. Bits per byte count bytes by `bytes_before` in `data/shards.py`. With
-`kvcache.method` the model attends under compression here too, because `kvcache.py` has changed its attention.
-Iterations per token are counted here too, with the rank correlation of a token's loss with them.
+`data/batches.py` and `data/rows.py` choose the windows, the same for every model; `results.py` (`flat`) names the
+entries of the log. By `data/targets.py` answers alone count in conversations. In a mixture every collection is scored
+as a domain. Bits per byte count bytes by `bytes_before` in `data/shards.py`. With `kvcache.method` the model attends
+under compression here too, because `kvcache.py` has changed its attention. Iterations per token are counted here too,
+with the rank correlation of a token's loss with them.
 """
 
 from __future__ import annotations

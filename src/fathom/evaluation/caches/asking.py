@@ -2,7 +2,8 @@
 answer is the likeliest; the nats are recorded too. RULER's answers are generated greedily, and score the share of
 expected strings that appear.
 
-All caches get the prompts of `make_prompts`; `questions.py` pairs their answers with those of the full cache.
+Tasks, depths and places are taken in turn, so half of the questions stand at each place. All caches get the prompts of
+`make_prompts`; `questions.py` pairs their answers with those of the full cache.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
     outside   [ text … | question, lead ] answer        the compression never sees the question
     inside    [ text …, question, lead | ] answer       the question is in the memory that is compressed
 
-The bar is the last compression. All caches of a comparison read the same prompts.
+The bar is the last compression. All caches of a comparison read the same prompts. `asking.py` decides how many
+questions each place gets.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ Schedules over training steps are elsewhere: `blend_steps` in `../axes/blend.py`
 nobody calls it, in `../pretrained.py`.
 
 `registry.py` (`check_trips`) refuses values of `across_trips` that a recurrence excludes, such as all but `none` with
-`kv: first` or with `ponder2`.
+`kv: first`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ after the prelude, and n a norm between iterations:
 With `kv: first` later iterations make queries only, and attend to the keys and values that each layer made in the
 first: the cache is that of a model without a loop.
 
-With `exit_confidence` a token whose prediction is sure makes no further iteration (`confidence.py`).
+With `exit_confidence` a token whose prediction is sure makes no further iteration (`confidence.py`). `exit_gate.py` has
+`exit` and `exit_entropy`.
 
 With `growth` iterations are added one by one in training (`growth.py`).
 
