@@ -176,6 +176,19 @@ def test_a_schedule_made_for_a_length_must_be_said_anew(
     assert "learning rate of step 9: 0.001 as planned before, 0.01 now" in capsys.readouterr().err
 
 
+def test_a_dry_run_shows_the_changes_and_writes_nothing(
+    constant: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "--from", f"{constant}@step-4", "--run", str(tmp_path / "new"), "--dry-run"]
+    assert main([*words, "train.steps=16", "optim.schedule=linear"]) == 0
+    changes = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines() if line.startswith("change ")]
+    assert changes == [
+        *("optim.schedule constant → linear", "optim.warmup_steps null → 1", "train.steps 8 → 16"),
+        "learning rate of step 5: 0.01 as planned before, 0.008071 now",
+    ]
+    assert not (tmp_path / "new").exists()
+
+
 def refusals(run: Path, new: Path) -> list[tuple[list[str], str]]:
     branched = ["--from", f"{run}@step-4", "--run", str(new)]
     return [

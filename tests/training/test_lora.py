@@ -14,6 +14,7 @@ from fathom.errors import ModelError, SettingsError
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
+from fathom.training.estimate import estimate
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -37,6 +38,12 @@ def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path
     training = build_training(tuned)
     trained = {name for name, p in training.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 3 * 2 and all(".lora_" in name for name in trained)
+    held, adapters = (
+        sum(p.numel() for p in numbers.values()) for numbers in (training.weights(), training.optimizer.parameters)
+    )
+    cost = estimate(tuned)
+    assert cost.parameters == held - adapters and cost.trained_parameters == adapters
+    assert cost.state_bytes == 4 * held + 12 * adapters, "frozen weights have no gradient and no moments"
     assert {name.removesuffix(".weight") for name in training.optimizer.parameters} == {
         name.removesuffix(".weight") for name in trained
     }

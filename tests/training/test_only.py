@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
+from fathom.training.estimate import estimate
 from fathom.training.optimizer import OPTIMIZERS
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -52,6 +54,32 @@ def test_patterns(corpus: Path) -> None:
 def test_bad_patterns(corpus: Path) -> None:
     with pytest.raises(SettingsError, match=r"optim\.only=model\.recurence: matches no parameter of this model"):
         build_training(tiny_recipe(corpus, "optim.only=[model.recurence]"))
+
+
+def test_a_dry_run_counts_what_trains(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = tiny_recipe(corpus)
+    frozen = whole.override("optim.only=['*.mlp.*']")
+    trained = sum(p.numel() for p in build_training(frozen).optimizer.parameters.values())
+    cost = estimate(frozen)
+    assert (estimate(whole).trained_parameters, cost.trained_parameters) == (cost.parameters, trained)
+    (tmp_path / "recipe.yaml").write_text(frozen.to_yaml())
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--dry-run"]) == 0
+    assert f"{cost.parameters:,}, {trained:,} trained\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("only", ["[]", "['*.mlp.*']"])
+def test_memory_is_that_of_a_real_run(corpus: Path, only: str, precision: str) -> None:
+    """Frozen weights have no gradient and no moments; in bf16 they have a copy like all others."""
+    recipe = tiny_recipe(corpus, f"optim.only={only}", f"train.precision={precision}")
+    training = build_training(recipe)
+    training.step(0)
+    state, weights = training.optimizer.state(), training.weights()
+    moments = [tensor for name, tensor in state.items() if name.startswith("exp_avg")]
+    gradients = [weights[name] for name in training.optimizer.parameters]
+    copies = sum(p.numel() for p in weights.values()) * (2 if precision == "bf16" else 0)
+    held = sum(tensor.numel() * tensor.element_size() for tensor in (*weights.values(), *moments, *gradients))
+    assert estimate(recipe).state_bytes == held + copies
 
 
 def on_two_ranks(corpus: Path, folder: Path) -> None:

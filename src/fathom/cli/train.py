@@ -157,12 +157,13 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
         return
     gib = 2**30
     active = "" if cost.active_parameters == cost.parameters else f", {cost.active_parameters:,} active per token"
+    trained = "" if cost.trained_parameters == cost.parameters else f", {cost.trained_parameters:,} trained"
     print(recipe.to_yaml())
     least, mean, most = (f"{value:.3g}" for value in cost.training_multiple)
     drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
     rows = {
         "mechanism": cost.mechanism,
-        "parameters": f"{cost.parameters:,}{active}",
+        "parameters": f"{cost.parameters:,}{active}{trained}",
         "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, mean over a context of "
         f"{recipe.data.sequence_length:,} tokens; in training {mean} x vanilla's{drawn}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
@@ -179,9 +180,9 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
         rows["compressions"] = f"{cost.compressions} per sequence, {recipe.kvcache.method}"
     if cost.changed:
         rows["from checkpoint"] = cost.changes_in_words
-    if change is not None and change.begins:
-        rows["change"] = str(change)
     lines = list(rows.items())
+    if change is not None and change.begins:
+        lines += [("change", text) for text in (*change.changes_in_words, str(change))]
     for group in cost.groups:
         rates = f"learning rate {group.lr:g}, weight decay {group.weight_decay:g}"
         lines.append(("group", f"{group.pattern}: {group.parameters:,} parameters, {rates}"))

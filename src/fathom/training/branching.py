@@ -21,6 +21,7 @@ from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint
 from fathom.errors import SettingsError
+from fathom.models.loading import described
 from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak
@@ -48,6 +49,17 @@ class Branch:
     def begins(self) -> bool:
         """Whether the branch has yet to begin, i.e. its directory holds no recipe."""
         return not (self.run_dir / RECIPE).exists()
+
+    @property
+    def changes(self) -> dict[str, tuple[object, object]]:
+        """Every key that differs, as (old value, new value)."""
+        old, new = values_of(self.before), values_of(self.recipe)
+        return {key: (old.get(key), new.get(key)) for key in differences(self.before, self.recipe, ignore=())}
+
+    @property
+    def changes_in_words(self) -> list[str]:
+        """`changes`, as a text for each key."""
+        return [described({key: values}) for key, values in self.changes.items()]
 
     def __str__(self) -> str:
         step = self.origin.step
@@ -178,13 +190,13 @@ def _write_history(branch: Branch, command: str) -> None:
     """Write the history of the original run up to the checkpoint, and a line for the branch: time, step, command, the
     checkpoint, and the old and new value of every key that changed.
     """
-    origin, old, new = branch.origin, values_of(branch.before), values_of(branch.recipe)
+    origin = branch.origin
     line: HistoryLine = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "step": origin.step,
         "command": command,
         "from": _name(origin),
-        "changes": {key: [old.get(key), new.get(key)] for key in differences(branch.before, branch.recipe, ignore=())},
+        "changes": {key: list(values) for key, values in branch.changes.items()},
     }
     lines = [*(known for known in read_history(origin.directory.parent) if known["step"] < origin.step), line]
     write_atomically(branch.run_dir / HISTORY, "".join(json.dumps(one, ensure_ascii=False) + "\n" for one in lines))

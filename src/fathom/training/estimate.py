@@ -36,6 +36,7 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.models.recurrences.pondering import MixtureOptions
 from fathom.models.registry import mechanism, mechanism_name, recurrence_class
 from fathom.recipe import Recipe
+from fathom.training.adapters import adapt
 from fathom.training.build import mixture_of
 from fathom.training.distill import teacher_of
 from fathom.training.kvcache import compressions
@@ -61,7 +62,9 @@ class Estimate:
 
     mechanism: str
     parameters: int
-    """Exact."""
+    """Exact, without adapters."""
+    trained_parameters: int
+    """Those that train: all, those of `optim.only`, or with `lora.rank` the adapters."""
     active_parameters: int
     """Those that one token uses: all but the experts that it does not visit."""
     flops_per_token: float
@@ -80,7 +83,8 @@ class Estimate:
     """FLOPs of the whole run, forward and backward."""
     ranks: int
     state_bytes: int
-    """Per rank: fp32 weights, gradients and optimizer moments, the bf16 weights in use, and a teacher's weights."""
+    """Per rank: fp32 weights, the gradients and optimizer moments of those that train, the bf16 weights in use, and a
+    teacher's weights."""
     activation_bytes: int
     """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass, and the logits of
     distillation; an estimate."""
@@ -110,12 +114,16 @@ def estimate(recipe: Recipe) -> Estimate:
     tokens = recipe.train.steps * recipe.train.tokens_per_step
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sharers = {"single": 1, "ddp": 1, "hsdp": recipe.parallel.shard_size or ranks}.get(recipe.parallel.name, ranks)
-    # Weights, gradients and two moments in fp32 (muon keeps one, but only of some); bf16 adds a copy, gathered or not.
+    model = _planned_model(recipe, config)
+    held, trained = _numbers(model), _numbers(model, trained=True)
+    # Weights in fp32, and of those that train gradients and two moments (muon keeps one, but only of some). bf16 adds a
+    # copy of all weights, gathered or not.
+    state = (4 * held + 12 * trained) // sharers + (2 * held if recipe.train.precision == "bf16" else 0) // sharers
     teacher = _teacher_bytes(recipe) // sharers
-    state = 16 * parameters // sharers + (2 * parameters if recipe.train.precision == "bf16" else 0) // sharers
     return Estimate(
         mechanism=mechanism_name(config),
         parameters=parameters,
+        trained_parameters=trained,
         active_parameters=active_parameters(config),
         flops_per_token=flops_per_token(config, length),
         training_multiple=(least / vanilla, mean / vanilla, most / vanilla),
@@ -129,7 +137,7 @@ def estimate(recipe: Recipe) -> Estimate:
         activation_bytes=_activation_bytes(recipe, config) + _distill_bytes(recipe, config),
         evaluation_bytes=_evaluation_bytes(recipe, config),
         compressions=compressions(recipe),
-        groups=_groups(recipe, config),
+        groups=_groups(recipe, model),
         changed=changes_of(recipe.model),
     )
 
@@ -144,12 +152,23 @@ def _require_vocabulary(recipe: Recipe, config: FathomConfig) -> None:
     data.require_vocabulary(config.vocab_size)
 
 
-def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
-    """The optimizer's parameter groups, made from the parameter names of a model on the meta device."""
-    optim = recipe.optim
+def _planned_model(recipe: Recipe, config: FathomConfig) -> FathomForCausalLM:
+    """The run's model on the meta device, with its adapters, in which only that requires a gradient which trains."""
     with torch.device("meta"):
         model = FathomForCausalLM(config)
-    freeze(model, optim.only)
+    freeze(model, recipe.optim.only)
+    adapt(model, recipe)
+    return model
+
+
+def _numbers(model: FathomForCausalLM, trained: bool = False) -> int:
+    """Number of a model's parameters, or of those that train."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad or not trained)
+
+
+def _groups(recipe: Recipe, model: FathomForCausalLM) -> list[Group]:
+    """The optimizer's parameter groups, made from the names of the model's parameters."""
+    optim = recipe.optim
     numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
     counts: dict[tuple[str, Share], int] = {}
     for name, (pattern, share) in shares(model, optim).items():
