@@ -99,6 +99,23 @@ def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
     assert "recurrence_options" not in recipe.model
 
 
+@pytest.mark.parametrize(
+    ("text", "exact"),
+    [
+        ("ponder:feed=pause,view=all", False),
+        ("ponder:view=all", False),
+        ("ponder:feed=pause,view=duo", True),
+        ("loop:blend=0.5", False),
+        ("loop:blend=1,blend_steps=9", True),
+        ("depth_attention:blend=learned", True),
+    ],
+)
+def test_an_exact_start_is_claimed_only_where_logits_stay(bases, tmp_path, text, exact):
+    """Under view ALL a token reads earlier tokens once for each iteration, and itself once."""
+    made = deepen(bases["llama"], parse_request(text), tmp_path / "deeper")
+    assert made.exact == exact == (made.deviation < 1e-5)
+
+
 def test_the_command_says_what_it_added(tmp_path, capsys):
     base = export_tiny(tmp_path / "base", mixer="none")
     words = ["deepen", str(base), "--with", "loop:damping=0.5", "--layers", "1-2", "--out", str(tmp_path / "deeper")]

@@ -130,7 +130,7 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
             **({"groups": {GATES: {"lr": 50.0 if healing.lora else 500.0}}} if request.learns else {}),
         },
         "lora": {"rank": 16 if healing.lora else None, "mechanisms": mechanism_cost(config).parameters > 0},
-        "distill": {"teacher": _teacher(road, request), "weight": 0.5},
+        "distill": {"teacher": _teacher(road, config, request), "weight": 0.5},
         "train": {
             "steps": healing.steps,
             "tokens_per_step": ROWS * length,
@@ -162,11 +162,11 @@ def gains_of(request: Request) -> tuple[str, ...]:
     return ("optim.groups={}",)  # the mechanism is a gain itself
 
 
-def _teacher(road: Road, request: Request) -> str | None:
+def _teacher(road: Road, config: FathomConfig, request: Request) -> str | None:
     """The teacher: the base model, or the deepened model if it has replaced the base and computes the same; else
     None."""
     if road.base == str(road.directory):
-        return absolute(road.directory) if all(part.closed is not None for part in request.parts) else None
+        return absolute(road.directory) if request.exact(config) else None
     return anywhere(road.base)
 
 

@@ -1,7 +1,8 @@
 """Parse `--with` and `--layers` into keys of a configuration.
 
 Mechanisms that declare `closed` (`models/axes/roles.py`) start switched off, so the logits stay unchanged; others, such
-as `ponder2` and `ponder3`, change them at once.
+as `ponder2` and `ponder3`, change them at once. So does view ALL, under which a token reads every iteration of earlier
+tokens and only one of its own: equal iterations then count more often than the token itself.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from dataclasses import dataclass, field, fields
 
 from fathom.errors import SettingsError
 from fathom.models.axes.gates import LEARNED
-from fathom.models.axes.roles import Mechanism
+from fathom.models.axes.roles import Mechanism, View
 from fathom.models.configuration import FathomConfig
-from fathom.models.registry import AXES, DEFAULTS, known
+from fathom.models.registry import AXES, DEFAULTS, known, recurrence_class
 from fathom.settings import overridden
 
 TRIPS = 2
@@ -50,6 +51,18 @@ class Request:
             "gates" in has and ("blend" not in has or self.options.get(name, {}).get("blend") == LEARNED)
             for name, has in names.items()
         )
+
+    def exact(self, config: FathomConfig) -> bool:
+        """Whether a model with the mechanisms starts as the model without them. `config` is the one with them."""
+        if "recurrence" in {part.axis for part in self.parts} and recurrence_class(config).sees(config) is View.ALL:
+            return False
+        return all(part.closed is not None and not self._opens(part) for part in self.parts)
+
+    def _opens(self, part: Mechanism) -> bool:
+        """Whether an option that was given switches a mechanism on from the start."""
+        given = self.options.get(part.name, {})
+        opened = any(given.get(key, value) not in (value, LEARNED) for key, value in (part.closed or {}).items())
+        return opened and not given.get("blend_steps")
 
     def keys(self, config: FathomConfig) -> dict[str, object]:
         """Keys of `FathomConfig` that add the mechanisms to a model; mechanisms that can be switched off start switched

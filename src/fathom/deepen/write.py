@@ -65,7 +65,7 @@ class Deepened:
     deviation: float
     """The largest difference of a logit from the base model's, on a short text; 0 means bitwise equal."""
     exact: bool
-    """Whether the mechanism declares that it starts as the identity."""
+    """Whether the model starts as the base: the mechanisms are switched off, up to rounding."""
     tokenizer: bool
     """Whether the model has a tokenizer."""
     kept: Path | None = None
@@ -99,10 +99,9 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     recipe = out / HEAL
     kept, earlier = _earlier(recipe, text.encode())
     export(model, out, opened.tokenizer, also={**earlier, HEAL: text.encode()})  # replaces the directory
-    exact = all(part.closed is not None for part in request.parts)
     deviation = written_deviation(opened, out)
     sizes = Sizes.of(base.config), Sizes.of(config)
-    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept)
+    return Deepened(out, request.name, recipe, *sizes, deviation, request.exact(config), opened.tokenizer is not None, kept)
 
 
 def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[str, bytes]]:
