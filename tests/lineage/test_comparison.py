@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from fathom.errors import ModelError
-from fathom.lineage import awm, neurons, nulls, verdict
+from fathom.lineage import awm, comparison, neurons, nulls, verdict
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
@@ -74,6 +74,14 @@ def test_shuffled_token_ids_are_paired_by_their_strings(models, tmp_path):
     (copy / "tokenizer.json").unlink()  # without it, rows are paired by number, wrongly, and the score shows it
     blind = measure(open_weights(models()), open_weights(copy), Options(mode="exact"))
     assert blind.aligned.pairing == "row numbers" and blind.value("awm_canonical") < 0.5
+
+
+def test_exact_mode_has_every_score_of_large_models(models, monkeypatch):
+    monkeypatch.setattr(comparison, "SMALL_BYTES", 0)
+    ours, theirs = open_weights(models()), open_weights(models(seed=1))
+    every = {"ics", "ics_canonical", "ics_rarest", "ics_all_layers", "pcs_2d"}
+    assert measure(ours, theirs, Options(mode="exact")).other.keys() == every
+    assert measure(ours, theirs, Options(extras=True)).other.keys() == {"ics", "ics_canonical"}
 
 
 def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):

@@ -144,7 +144,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         scores = scores | rescored
         skipped += ["attention heads without effect are left out of the repaired scores"] if rescored else []
     if options.has_extras(a, b) and aligned.shared >= 64:
-        other, overflown = _other_scores(a, b, aligned, progress)
+        other, overflown = _other_scores(a, b, aligned, options, progress)
         skipped += overflown
     skipped += [note for w in (a, b) for note in _unseen(w)]
     skipped += [
@@ -438,7 +438,9 @@ def _own_anchors(a: Weights, b: Weights) -> tuple[Array, Array] | None:
     return (np.array(first[-count:]), np.array(second[-count:])) if count else None
 
 
-def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> tuple[dict[str, float], list[str]]:
+def _other_scores(
+    a: Weights, b: Weights, aligned: Aligned, options: Options, progress: Told
+) -> tuple[dict[str, float], list[str]]:
     progress("invariant terms")
     at_a, at_b = shared_anchors(a, b, aligned)
     with np.errstate(over="ignore", invalid="ignore"):  # a product of three matrices has no bounded scale
@@ -446,7 +448,7 @@ def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> t
             "ics": huref.ics(a, b, at_a, at_b, published=True),
             "ics_canonical": huref.ics(a, b, at_a, at_b),
         }
-        if _small(a, b):
+        if options.all_of(a, b):
             if (own := _own_anchors(a, b)) is not None:
                 found["ics_rarest"] = huref.ics(a, b, *own, published=True)
             found["ics_all_layers"] = huref.ics_all_layers(a, b, at_a[:FAST_ANCHORS], at_b[:FAST_ANCHORS])

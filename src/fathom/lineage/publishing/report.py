@@ -32,8 +32,8 @@ SCHEMA = 3
 CANONICAL_STEPS = (
     "norm gains folded into the readers that follow them",
     "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",
-    "neurons of equal gates merged, up/down scales moved to what is written",
-    "every matrix divided by its Frobenius norm",
+    "neurons of equal gates merged, those without effect dropped, the rest scaled to unit length",
+    "the scale of every matrix dropped: each score divides by the norm of what it compares",
 )
 
 
