@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import fathom
+import fathom.models
 
 PACKAGE = Path(fathom.__file__).parent
 ROOT = Path(__file__).parent.parent
@@ -38,6 +39,18 @@ def faults(text: str) -> list[str]:
 def test_files_and_functions_that_are_named_exist() -> None:
     sources = {name: path.read_text() for name, path in FILES.items() if path.suffix == ".py"}
     assert not {name: found for name, text in sources.items() if (found := faults(text))}
+
+
+def test_backward_passes_by_hand_are_listed() -> None:
+    """In `models/__init__.py`; those that leave compiled code to the compiler apart from the others."""
+    found = {"eager": set[str](), "compiled": set[str]()}
+    for path in (PACKAGE / "models").rglob("*.py"):
+        text = path.read_text()
+        if "autograd.Function)" in text:
+            found["eager" if "compiler.is_compiling()" in text else "compiled"].add(path.name)
+    listed = re.search(r"eager training only:(.*?); in compiled code too:(.*?)\.\n", fathom.models.__doc__ or "", re.S)
+    assert listed
+    assert [*found.values()] == [set(re.findall(r"`(.+?)`", part)) for part in listed.groups()]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@
 - `pretrained.py`: initial values, activation checkpointing, schedules over training steps. `cost.py`: FLOPs and bytes.
 - `generation.py`: changes to `generate`. `loading.py`: strict opening. `packages.py`: exports, other packages.
 - `decoder/`: norms, rotary embedding, head, loss. `hosts/`: families whose layers are transformers' own.
+- Backward passes by hand, in eager training only: `rms_norm.py`, `rotary.py`, `depth_attention.py`,
+  `attention_residuals.py`, `hyper_connections.py`; in compiled code too: `loss.py`, `mixture.py`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -1,9 +1,4 @@
-"""Attention in plain PyTorch with capped logits, c · tanh(logit / c); the cap is applied before the mask.
-
-Hand-written backward passes that run in eager training only are in `rms_norm.py`, `rotary.py`, the mixer
-`depth_attention.py`, and the residuals `attention_residuals.py` and `hyper_connections.py`. Those of `loss.py` and
-`mixture.py` run in compiled code too.
-"""
+"""Attention in plain PyTorch with capped logits, c · tanh(logit / c); the cap is applied before the mask."""
 
 from __future__ import annotations
 
