@@ -1,7 +1,7 @@
 """Write the lens page as one self-contained HTML file: `lens.html.j2` with its style, its script and the data.
 
 Per-token numbers are base64 of little-endian integers, a fifth of their size as JSON, and become markup only for the
-token that is selected; so a page of two thousand tokens is a megabyte or two and stays fast.
+token that is selected; so a page of two thousand tokens is a few megabytes and stays fast.
 
 `look.py` computes the numbers. `lens.js` draws them: *settled*, *borrowed*, keys and clicks, B − A, and the POST to
 `live_endpoint`, which `live.py` answers in `fathom serve`.
