@@ -173,9 +173,7 @@ def _covered(numbers: Numbers, lengths: NDArray[np.int64], size: int) -> int:
 def _identifier() -> LanguageIdentifier:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
-    # Before 0.4 the model was a pickle.
-    read = getattr(LanguageIdentifier, "from_model_file", None) or LanguageIdentifier.from_pickled_model
-    return read(MODEL_FILE, norm_probs=True)
+    return LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
 
 
 def language_of(text: str) -> str:
