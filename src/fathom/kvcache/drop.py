@@ -2,7 +2,8 @@
 
     C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
 
-The kept entries already have their new positions, so a compression is a slice, and only the sinks move.
+The kept entries already have their new positions, so a compression is a slice, and only the sinks move. Methods that
+select entries by a score derive from `Selection` in `method.py`.
 """
 
 from __future__ import annotations

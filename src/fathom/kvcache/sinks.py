@@ -2,7 +2,7 @@
 memory.
 
 Beyond the window each token evicts one entry, so a prompt is read token by token there. With `kept` below N − S − 1,
-several entries are evicted at once, and the same number of tokens is read at once.
+several entries are evicted at once, and the same number of tokens is read at once (`freed` in `schedule.py`).
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@ The votes are:
 
 votes = mean-pool over neighbours of  mean over w of softmax(q · k)      of the N − w entries before the observed ones;
                                                                       mean over the queries that share a key head
+
+`method.py` (`Selection`) scores the entries of each key head, and chooses those that stay.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """TOVA (arXiv 2401.06104): keep the last entry and those that the last query attends to most, averaged over all
-heads."""
+heads.
+
+`method.py` (`Selection`) scores the entries of each key head, and chooses those that stay.
+"""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ The recurrence:
 Decoding makes one iteration after another. In training all slots go through the stack interleaved by token, and Jacobi
 rounds replace the order in time. No parameters and no additional loss.
 
-`pondering.py` has the options of the Jacobi rounds and draws their number, `trips/slots.py` (`jacobi`) makes them, and
-`models/cost.py` counts them. `registry.py` refuses a mixer's `across_trips`, `generation.py` prompts in chunks.
+`trips/reading.py` decides what a slot of view ALL reads. `pondering.py` has the options of the Jacobi rounds and draws
+their number, `trips/slots.py` (`jacobi`) makes them, and `models/cost.py` counts them. `registry.py` refuses a mixer's
+`across_trips`, `generation.py` prompts in chunks.
 """
 
 from __future__ import annotations
