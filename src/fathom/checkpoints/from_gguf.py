@@ -1,4 +1,7 @@
-"""A GGUF file opened as a Fathom model: llama.cpp's Llama, Qwen2 or Qwen3, with quantised weights unpacked."""
+"""A GGUF file opened as a Fathom model: llama.cpp's Llama, Qwen2 or Qwen3, with quantised weights unpacked.
+
+`gguf.py` reads the tensors of a GGUF file for `fathom lineage`, and `to_gguf.py` writes one.
+"""
 
 from __future__ import annotations
 

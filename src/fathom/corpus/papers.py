@@ -16,6 +16,7 @@ whether a statement is true, depends on a hash of the paper alone.
 `_References.paper`, `_fits` and `_journals` leave out sentences that name several figures or works, sentences and
 captions that GROBID cut or joined, numbers of equations, works known by their journal, and questions that contain their
 answer. `ingest.py` passes the previous row, whose abstract is the wrong one; `card.py` counts pairs made and kept.
+`benchmarks.py` reads a benchmark's questions, such as those of `FILE#KEY`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""All stages in their order."""
+"""All stages in their order.
+
+`duplicates.py` keeps a few numbers for each document, for 16 million documents at a time (`BUCKET_DOCUMENTS`).
+"""
 
 from __future__ import annotations
 

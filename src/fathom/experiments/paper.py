@@ -10,8 +10,9 @@ numbers. For example:
       tiny: {sizes: {tiny: {recipe: tiny_pondering}}}
       full: {sizes: {500m: {recipe: 500m, parameters: 498165888}}}
 
-`fathom compare papers/NAME/TABLE` makes every arm of every size of a tier and prints the table (`paper_table.py`). A
-size is an ordinary comparison in a directory of its own, so it resumes, and other machines may join.
+`fathom compare papers/NAME/TABLE` makes every arm of every size of a tier and prints the table (`make_table` in
+`paper_table.py`). There a size is an ordinary comparison in a directory of its own, so it resumes, and other machines
+may join.
 
 `planned` computes the dry run, and `cli/paper.py` fails if it differs from the paper. A table's data, published
 numbers and unpublished settings are in its file. `checkpoints/families` opens the papers' released models.
