@@ -476,6 +476,7 @@ def check_error(answer, status, code=None):
     error = body["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["code"] == code
     assert "\n" not in error["message"]
+    return error
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -1198,8 +1199,16 @@ def test_the_lens_at_one_place(live):
     place = {"tokens": [5, 6], "said": 7}
     made = [live.post("/lens/place", **place, **more)[1]["trips"] for more in ({}, {"max_trips": 3})]
     assert made == [2, 3]
-    for wrong in ({"max_trips": 4}, {"max_trips": 0}, {"tokens": []}, {"tokens": [""] * 9}, {"said": -1}):
-        check_error(live.post("/lens/place", **{**place, **wrong}), 400)
+    for wrong in (
+        {"max_trips": 4},
+        {"max_trips": 0},
+        {"tokens": []},
+        {"tokens": [-1]},
+        {"tokens": [""] * 9},
+        {"said": -1},
+    ):
+        error = check_error(live.post("/lens/place", **{**place, **wrong}), 400)
+        assert str(error["param"]).partition(".")[0] in wrong
     with mock.patch.object(live_lens, "PLACE", 9):
         assert live.post("/lens/place", tokens=[5] * 9, said=7)[0] == 200
         check_error(live.post("/lens/place", tokens=[5] * 10, said=7), 400, "context_length_exceeded")

@@ -120,8 +120,8 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--steps",
         type=int,
-        help="training steps of the recipe that is written; the mechanisms are blended in over the first half "
-        "(default: 600)",
+        help="training steps of the recipe that is written; over the first half of them mechanisms without learned "
+        "gates are blended in (default: 600)",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON, for programs")
     parser.epilog = EPILOG

@@ -186,7 +186,9 @@ def _benchmark_files(given: Sequence[str]) -> Iterator[tuple[str, BenchmarkFile]
             several = len(files) > 1 or (not name and stem.startswith(SPLITS))
             label = re.sub(r"[^\w-]+", "-", f"{name or file.parent.name}-{stem}" if several else name or stem)
             if label in seen:
-                raise SettingsError(f"--benchmark: two benchmarks are called {label}; rename one: NAME=PATH")
+                raise SettingsError(
+                    f"--benchmark: two benchmarks are called {label}; rename one, with NAME=PATH or its file"
+                )
             seen.add(label)
             yield label, BenchmarkFile(path=f"{file}#{key}" if key else str(file))
 

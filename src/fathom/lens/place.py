@@ -42,8 +42,10 @@ def look_at(
         breathe: As `look` takes it.
     """
     size = model.config.vocab_size
-    if not tokens or not all(0 <= token < size for token in (*tokens, said)):
-        raise SettingsError(f"tokens: allowed: one or more token ids from 0 to {size - 1}; said: one of these ids")
+    if not tokens or not all(0 <= token < size for token in tokens):
+        raise SettingsError(f"tokens: allowed: one or more token ids from 0 to {size - 1}")
+    if not 0 <= said < size:
+        raise SettingsError(f"said: allowed: a token id from 0 to {size - 1}")
     if len(tokens) > model.config.max_position_embeddings:
         raise SettingsError(f"tokens: allowed: at most {model.config.max_position_embeddings}, this model's context")
     device = model.device
