@@ -100,6 +100,16 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def loud_handlers() -> None:
+    """A message whose arguments do not fit it fails the test; `logging` would print a traceback and go on."""
+
+    def fails(handler: logging.Handler, record: logging.LogRecord) -> None:
+        raise  # what a handler calls in its `except`
+
+    logging.Handler.handleError = fails  # type: ignore[method-assign]
+
+
 @pytest.fixture
 def logged() -> Generator[Callable[[str], list[str]], None, None]:
     """`logged(NAME)` is a list of what a logger and those below it warn from now on, whatever other tests told them."""

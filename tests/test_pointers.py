@@ -12,33 +12,46 @@ import fathom.models
 
 PACKAGE = Path(fathom.__file__).parent
 ROOT = Path(__file__).parent.parent
-FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.*") if path.is_file()}
-# `loop.py`, `training/loop.py`, and the function that may follow: `loop.py` (`train`).
-POINTER = re.compile(r"`([\w./]+\.(?:py|js|j2))`(?:\s+\(`([\w.]+)`)?")
+TEXTS = {path: path.read_text("utf-8") for path in PACKAGE.rglob("*.*") if path.suffix in (".py", ".js", ".j2")}
+# `loop.py`, `training/loop.py`, with what is named of it: `loop.py` (`train`), `train` in `loop.py`.
+FILE = r"`([\w./]+\.(?:py|js|j2))`"
+POINTER = re.compile(rf"(?:`([\w.]+)`\s+in\s+)?{FILE}(?:\s+\(`([\w.]+)`)?")
 
 
-def named(name: str) -> list[Path]:
-    """The files that a name may mean: those of the package that end with it, else one of the repository."""
+def named(name: str, here: Path) -> list[Path]:
+    """The files that a name may mean: the one beside the text, else those of the package that end with it, else one of
+    the repository."""
     if name.startswith(("benchmarks/", "tests/", "examples/")):
         return [ROOT / name] if (ROOT / name).exists() else []
-    return [path for found, path in FILES.items() if f"/{found}".endswith(f"/{name.removeprefix('../')}")]
+    beside = (here / name).resolve()
+    if beside in TEXTS:
+        return [beside]
+    return [path for path in TEXTS if path.as_posix().endswith(f"/{name.lstrip('./')}")]
 
 
-def faults(text: str) -> list[str]:
-    """What is named in a text and is not there."""
+def defines(path: Path, member: str) -> bool:
+    """Whether a file defines a function, class, method or constant."""
+    word = member.split(".")[-1]
+    definition = rf"\b(?:def|class|function|const) {word}\b|^\s*(?:self\.)?{word}\b[^=\n]*[:=]"
+    return bool(re.search(definition, TEXTS[path], re.M))
+
+
+def faults(text: str, here: Path = PACKAGE / "training") -> list[str]:
+    """What a text in a folder names and is not there."""
     found = []
-    for name, member in POINTER.findall(text):
-        files = named(name)
+    for before, name, after in POINTER.findall(text):
+        files = named(name, here)
         if not files:
             found.append(name)
-        elif member and not any(re.search(rf"\b{member.split('.')[-1]}\b", one.read_text()) for one in files):
-            found.append(f"{name} ({member})")
+        for member in (before, after):
+            if files and member and not any(defines(path, member) for path in files):
+                found.append(f"{name} ({member})")
     return found
 
 
 def test_files_and_functions_that_are_named_exist() -> None:
-    sources = {name: path.read_text() for name, path in FILES.items() if path.suffix == ".py"}
-    assert not {name: found for name, text in sources.items() if (found := faults(text))}
+    sources = {path: text for path, text in TEXTS.items() if path.suffix == ".py"}
+    assert not {path.name: found for path, text in sources.items() if (found := faults(text, path.parent))}
 
 
 def test_backward_passes_by_hand_are_listed() -> None:
@@ -59,6 +72,7 @@ def test_backward_passes_by_hand_are_listed() -> None:
         ("`loop.py` and `training/build.py` (`build_training`)", []),
         ("`lop.py` decides", ["lop.py"]),
         ("`training/modeling.py`", ["training/modeling.py"]),
+        ("`Path` in `loop.py`, `signal_number` in `loop.py`", ["loop.py (Path)", "loop.py (signal_number)"]),
         ("`benchmarks/nothing.py`", ["benchmarks/nothing.py"]),
         ("`build.py`\n(`nobody_wrote_this`)", ["build.py (nobody_wrote_this)"]),
     ],

@@ -1,7 +1,8 @@
 """Every error that the command line reports in one line.
 
-`cli/main.py` prints them and ends with their exit code; any other exception is a bug and keeps its traceback. A
-message about a package that is missing names the extra (`to_install`), and stands where the package is imported.
+`cli/main.py` prints them and ends with their exit code; it also reports errors of the system, such as a full disk. What
+remains is a bug and keeps its traceback. A message about a package that is missing names the extra (`to_install`), and
+stands where the package is imported.
 """
 
 from __future__ import annotations

@@ -276,7 +276,8 @@ def _loaded(text: str) -> Any:
 
 def _yaml(text: str, source: str) -> Any:
     try:
-        return deepcopy(_loaded(text))  # one recipe is read many times in a comparison, and PyYAML takes milliseconds
+        # A comparison reads one recipe many times, and PyYAML takes milliseconds; a word takes none.
+        return deepcopy(_loaded(text)) if "\n" in text else yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark, problem = error.problem_mark or error.context_mark, " ".join(str(error.problem).split())
         place = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"

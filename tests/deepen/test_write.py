@@ -107,13 +107,14 @@ def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
         ("ponder:feed=pause,view=duo", True),
         ("loop:blend=0.5", False),
         ("loop:blend=1,blend_steps=9", True),
+        ("loop:growth=linear,blend=1", True),
         ("depth_attention:blend=learned", True),
     ],
 )
 def test_an_exact_start_is_claimed_only_where_logits_stay(bases, tmp_path, text, exact):
     """Under view ALL a token reads earlier tokens once for each iteration, and itself once."""
     made = deepen(bases["llama"], parse_request(text), tmp_path / "deeper")
-    assert made.exact == exact == (made.deviation < 1e-5)
+    assert made.exact == exact == (made.deviation < 1e-4)
 
 
 def test_the_command_says_what_it_added(tmp_path, capsys):

@@ -21,7 +21,7 @@ ONCE = f"train.checkpoint_every={STEPS}"  # at the end: what nobody continues ne
 
 def small(corpus: Path, *words: str) -> Recipe:
     """The tiny recipe with two micro-batches a step on each of two ranks."""
-    return tiny_recipe(corpus, "train.micro_batch=2", *words)
+    return tiny_recipe(corpus, f"train.steps={STEPS}", "train.micro_batch=2", *words)
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> None:
@@ -78,8 +78,9 @@ def test_two_ranks_train_like_one_with_muon(runs: Path) -> None:
 
 def test_a_mean_of_rank_means_would_be_noticed(runs: Path) -> None:
     """Rows differ in how many targets they have, so dividing by each rank's own count is wrong, and visibly so."""
-    wrong = json.loads((runs / "mean-of-means.json").read_text())
-    assert wrong != pytest.approx(processes.losses(runs / "single"), rel=1e-4)
+    wrong, right = json.loads((runs / "mean-of-means.json").read_text()), processes.losses(runs / "single")
+    assert len(wrong) == len(right) == STEPS
+    assert wrong != pytest.approx(right, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
@@ -95,8 +96,8 @@ def test_evaluation_does_not_depend_on_ranks(runs: Path) -> None:
     assert set(results[0]["domains"]) == {"rivers", "seas"}
 
 
-def test_bf16_follows_fp32(recipe: Recipe, runs: Path, tmp_path: Path) -> None:
-    processes.run(train, recipe.override("train.precision=bf16"), tmp_path / "bf16")
+def test_bf16_follows_fp32(corpus: Path, runs: Path, tmp_path: Path) -> None:
+    processes.run(train, small(corpus, ONCE, "train.precision=bf16"), tmp_path / "bf16")
     lowered, full = processes.losses(tmp_path / "bf16"), processes.losses(runs / "single")
     assert lowered == pytest.approx(full, rel=0.02)
     assert lowered != full

@@ -1,8 +1,9 @@
 """`fathom train RECIPE [key=value ...]`, or resume a run, or branch it.
 
-The exit codes are set here. In `training/`, `loop.py` resumes a run, handles signals and refuses a run of another
-recipe, `build.py` makes the steps, `first.py` checks the first ones, `branching.py` decides what a branch may change,
-`parallel.py` chooses device and strategy, `tokenizer.py` refuses another tokenizer, and `probe.py` ends a probe.
+The exit code of a stopped run is set here. Of the folder `training/`, `loop.py` resumes a run, handles signals and
+refuses a run of another recipe, `build.py` makes the steps, `first.py` checks the first ones, `branching.py` decides
+what a branch may change, `parallel.py` chooses device and strategy, `tokenizer.py` refuses another tokenizer, and
+`probe.py` ends a probe.
 """
 
 from __future__ import annotations
@@ -153,11 +154,14 @@ def _command(options: Namespace) -> str:
 def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | None) -> None:
     """Print the resolved recipe and its estimated cost."""
     if as_json:
-        print(json.dumps({"recipe": recipe.to_dict(), **asdict(cost)}))
+        changed = change.changes if change is not None and change.begins else {}
+        changes = {"changes": {key: list(pair) for key, pair in changed.items()}} if changed else {}
+        print(json.dumps({"recipe": recipe.to_dict(), **asdict(cost), **changes}))
         return
     gib = 2**30
     active = "" if cost.active_parameters == cost.parameters else f", {cost.active_parameters:,} active per token"
-    trained = "" if cost.trained_parameters == cost.parameters else f", {cost.trained_parameters:,} trained"
+    beside = " with adapters" if recipe.lora.rank is not None else ""
+    trained = "" if cost.trained_parameters == cost.parameters else f", {cost.trained_parameters:,} trained{beside}"
     print(recipe.to_yaml())
     least, mean, most = (f"{value:.3g}" for value in cost.training_multiple)
     drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"

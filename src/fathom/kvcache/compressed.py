@@ -9,9 +9,9 @@ Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T
 `prefill_chunk_size`, `generate` reads a prompt in chunks, and it is compressed after the last one.
 
 Of methods that select entries, `Selection.choose` in `method.py` chooses which stay, by the scores of the method's own
-file. `press.py` makes methods of kvpress's presses, and `paced.py` of those that count forward passes. `for_prompt` in
-`method.py` leaves a prompt whole whose share would not exceed the sinks. All layers with a sliding window keep their
-own cache here, because the memory has no maximum (`Once.most` in `schedule.py`).
+file. `press.py` makes methods of kvpress's presses, and `paced.py` has the memory of those that count forward passes.
+`for_prompt` in `method.py` leaves a prompt whole whose share would not exceed the sinks. All layers with a sliding
+window keep their own cache here, because the memory has no maximum (`Once.most` in `schedule.py`).
 """
 
 from __future__ import annotations

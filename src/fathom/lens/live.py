@@ -63,7 +63,8 @@ def add_lens(app: FastAPI, service: Service) -> None:
         try:
             return await background.run(partial(look_at, model, tokenizer, body.tokens, body.said, trips))
         except SettingsError as error:
-            raise ApiError(400, str(error), param=str(error).partition(":")[0]) from error
+            field = str(error).partition(":")[0]
+            raise ApiError(400, str(error), param=field if field in PlaceBody.model_fields else None) from error
 
     @app.post("/lens/data")
     async def data(body: dict) -> JSONResponse:

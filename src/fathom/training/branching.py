@@ -21,9 +21,9 @@ from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint
 from fathom.errors import SettingsError
-from fathom.models.loading import described
 from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
+from fathom.settings import show
 from fathom.training.optimizer import learning_rate, leaves_peak
 
 # Keys that a branch may change, because weights, optimizer state and data order do not depend on them.
@@ -59,7 +59,7 @@ class Branch:
     @property
     def changes_in_words(self) -> list[str]:
         """`changes`, as a text for each key."""
-        return [described({key: values}) for key, values in self.changes.items()]
+        return [f"{key} {show(old)} → {show(new)}" for key, (old, new) in self.changes.items()]
 
     def __str__(self) -> str:
         step = self.origin.step

@@ -64,7 +64,7 @@ class Estimate:
     parameters: int
     """Exact, without adapters."""
     trained_parameters: int
-    """Those that train: all, those of `optim.only`, or with `lora.rank` the adapters."""
+    """Those that train: all, those of `optim.only`, or with `lora.rank` the adapters and what trains beside them."""
     active_parameters: int
     """Those that one token uses: all but the experts that it does not visit."""
     flops_per_token: float

@@ -2,7 +2,7 @@
 answer is the likeliest; the nats are recorded too. RULER's answers are generated greedily, and score the share of
 expected strings that appear.
 
-Tasks, depths and places are taken in turn, so half of the questions stand at each place. All caches get the prompts of
+Questions are spread evenly over tasks, places and numbers of compressions. All caches get the prompts of
 `make_prompts`; `questions.py` pairs their answers with those of the full cache.
 """
 

@@ -28,7 +28,7 @@ from fathom.lineage.publishing.results import (
 )
 from fathom.lineage.weights import Weights
 
-SCHEMA = 3
+SCHEMA = 4
 CANONICAL_STEPS = (
     "norm gains folded into the readers that follow them",
     "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",

@@ -60,7 +60,7 @@ def verify(body: Mapping[str, object], name: str = "report", page_text: str | No
         page_text: The HTML page of the report, which is compared word by word with the page rendered from the report.
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
-        raise ModelError(f"{name}: not a report of version {report.SCHEMA}; earlier versions have no file hashes")
+        raise ModelError(f"{name}: not a report of version {report.SCHEMA}; make it again")
     said = _typed(body, name)
     first, second = (_opened(item.origin, item, said.given) for item in said.inputs)
     controls = [_opened(item.model, item, Given()) for item in said.controls]

@@ -2,6 +2,6 @@
 
 - `depth_attention.py`, `uniform_depth.py`, `value_residual.py`, `value_gain.py`: a mixer each.
 - `schedule.py`: `stride`, `recent_layers` and `across_trips` of the first two.
-- `axes/blend.py`: `blend` and `shuffled` of all. `trips/slots.py` (`_sources`): the sources of a layer in an iteration.
-  `registry.py` (`check_trips`): where `across_trips` is refused.
+- `axes/blend.py`: `blend` and `shuffled` of the first three. `trips/slots.py` (`_sources`): the sources of a layer in
+  an iteration. `registry.py` (`check_trips`): where `across_trips` is refused.
 """
