@@ -1,8 +1,8 @@
-"""Every error that the command line reports in one line.
+"""Fathom's own errors, which the command line reports in one line.
 
-`cli/main.py` prints them and ends with their exit code; it also reports errors of the system, such as a full disk. What
-remains is a bug and keeps its traceback. A message about a package that is missing names the extra (`to_install`), and
-stands where the package is imported.
+`cli/main.py` prints them and ends with their exit code; it also reports errors of the system, such as a full disk. Any
+other exception is a bug and keeps its traceback. The message about a missing package is in the module that needs the
+package; it names the extra by `to_install`.
 """
 
 from __future__ import annotations

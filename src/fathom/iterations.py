@@ -1,8 +1,9 @@
 """Loop iterations per token: the limit at run time (`--max-trips`), and the number that a token actually used.
 
-What `reasoning_effort` means is in `inference/server.py`. A `max_trips` above the iterations of training is refused
-here for commands, by `trips_asked` in `models/modeling.py` for a forward pass, and by `models/configuration.py`.
-`models/modeling.py` (`trips_asked`) applies a limit, and `evaluation/scoring.py` (`under_budgets`) scores several.
+A `max_trips` above the iterations of training is refused here for commands, by `models/modeling.py` (`trips_asked`) for
+a forward pass, by `models/configuration.py` in a configuration, and by `inference/server.py` (`Service.trips`) in a
+request. `Service.trips` also decides what `reasoning_effort` means. `evaluation/scoring.py` (`under_budgets`) scores a
+model under several limits.
 """
 
 from __future__ import annotations

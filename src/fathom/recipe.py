@@ -3,10 +3,10 @@
 A path in a recipe is used as it is written, so a relative one counts from the current folder; `base` alone counts from
 the recipe's folder (`read_values` in `settings.py`).
 
-`settings.py` reads YAML and `key=value` words. Of the folder `training/`, `build.py` divides `train.tokens_per_step`
-among ranks and micro-batches, `optimizer.py` decides what `optim.only` and `optim.groups` match, `branching.py` what a
-branch may change, `parallel.py` what `parallel.name` and `train.device` mean, and `tokenizer.py` refuses another
-tokenizer.
+`settings.py` reads YAML and `key=value` words. Of the folder `training/`, `build.py` decides the size of a
+micro-batch, `optimizer.py` what `optim.only` and `optim.groups` match, `branching.py` what a branch may change besides
+`FREE_ON_RESUME`, and `parallel.py` what `parallel.name` and `train.device` mean. `training/tokenizer.py` refuses a
+corpus with another tokenizer than the checkpoint's.
 """
 
 from __future__ import annotations

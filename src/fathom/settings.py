@@ -3,8 +3,9 @@
 A file may name another as `base` and overrides its keys; dotted `key=value` words override both. A section checks
 itself when it is created, from YAML or in Python. An error is one line: the key, the value, and what is allowed.
 
-`packaged_recipes` finds the recipes that come with Fathom. The keys of a training run are in `recipe.py`, those of a
-corpus in `corpus/recipe.py`; `cli/parser.py` lists them for `--keys`.
+The keys of a training run are in `recipe.py`, those of a corpus in `corpus/recipe.py`, those of a ladder in
+`experiments/ladder_rules.py`, and those of a paper's table in `experiments/paper.py`. `cli/parser.py` prints keys for
+`--keys`.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text 1e-3, which `_Loader` would else read as a number."""
+    """Quotes the text 1e-3, which `_Loader` would otherwise read as a number."""
 
 
 for one in (_Loader, _Dumper):

@@ -4,9 +4,9 @@ Names, links, the configuration and every safetensors header are checked before 
 opened, nothing is downloaded, and no code of the directory runs.
 
 `fathom check`, which compares the logits with those of the family's own class, is `proof.py`. `families/keys.py`
-refuses keys of `config.json`, and `models/loading.py` missing, unknown and misshapen tensors. `tensors.py` lists the
-formats that may hold a pickle (`is_pickle`), and checks indexes and headers. `open.py` refuses values that transformers
-cannot use, and runs Python files of the directory only with `trust_remote_code`.
+refuses keys of `config.json`, and `models/loading.py` missing, unknown and misshapen tensors. `tensors.py` says which
+formats may hold a pickle (`is_pickle`), and checks indexes and headers. After these checks, `open.py` lets transformers
+run Python files of the directory only with `trust_remote_code`.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ family's name selects that family. `unrolled` turns a loop into the equal, deepe
 which any engine serves. `gguf` is this model, or the plain one, as a file for llama.cpp.
 
 `to_gguf.py` decides which models and tokenizers a GGUF file can hold, `families/registry.py` (`unlike`) which family a
-model fits. `models/packages.py` finds the source files of mechanisms from other packages. `special_tokens.py` decides
-which EOS, BOS and padding ids are kept, and `hashes.py` writes `weights.sha256`. `models/trips/walk.py` refuses
-`torch.export` with `prefill: exact`.
+model fits. `models/packages.py` finds the source files to copy, also those of mechanisms from other packages.
+`special_tokens.py` decides which EOS, BOS and padding ids `generation_config.json` has, and `hashes.py` writes
+`weights.sha256`.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def _stock(
 ) -> PreTrainedModel:
     """Convert some layers of a model, in a given order, to a model of a family's own class.
 
-    A switch that no family has, such as keys that are normed after rotation, is refused by name.
+    A switch that the family lacks, such as keys that are normed after rotation, is refused.
     """
     layers = list(layers)
     plain = _plain(config, layers)
@@ -374,7 +374,7 @@ def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreT
     """Write the tokenizer's special tokens into the model's configurations, and its context length into the
     tokenizer's.
 
-    EOS, BOS and padding ids that are not special tokens of the tokenizer are replaced by the tokenizer's own.
+    EOS, BOS and padding ids that are not special tokens of the tokenizer give way to the tokenizer's own.
     """
     config = model.config
     ends = known(config.eos_token_id, tokenizer) or as_list(tokenizer.eos_token_id)

@@ -2,8 +2,8 @@
 
 Only names and reports are read here, no weights, so torch is not imported.
 
-`runs.py` opens the weights of a run's checkpoints, also for `fathom export`. `hub.py` decides which names are
-the Hub's, and `check.py` refuses unsafe files, and links out of a directory.
+`runs.py` opens the weights of a run's checkpoints, also for `fathom export`. `hub.py` decides which names are the
+Hub's, and `check.py` refuses unsafe files, and links out of a directory.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `sha256sum -c weights.sha256`, run inside the directory, checks the same. A model that is saved again with
 `save_pretrained` keeps the old file; every message mentions this.
 
-`fathom train` and `model.from_pretrained` refuse weights that differ (`training/loop.py`, `training/source.py`).
-`generate`, `evaluate` and `serve` only warn (`warn_if_changed`), and check more than 2 GB only with `--verify`.
+`fathom train` on a finished run (`training/loop.py`) and `model.from_pretrained` (`training/source.py`) refuse weights
+that differ. Other commands only warn (`warn_if_changed`), and check more than 2 GB only with `--verify`.
 `lineage/publishing/commitments.py` makes the hash tree of `fathom lineage commit`.
 """
 

@@ -3,8 +3,8 @@
 HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply as in every tool of the Hub. Gated repositories are reported
 here; `find.py` reports a path that is neither a model nor a run nor a comparison.
 
-`open.py` and `runs.py` call this, also for `fathom serve`, and `check.py` checks the files. `origin.py` reads single
-tensors of a repository by HTTP range requests, for `fathom lineage`.
+`check.py` checks the downloaded files. `origin.py` reads single tensors of a repository by HTTP range requests, for
+`fathom lineage`.
 """
 
 from __future__ import annotations

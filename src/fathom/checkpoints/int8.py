@@ -7,7 +7,7 @@ the bit, however many others there are in a batch. FBGEMM would take one scale f
 scaled before, and a row with the ends of the range stands below them.
 
 `quantise` says which layers keep their dtype. `open.py` calls it for `--weights int8`, and `inference/layout.py`
-refuses eight bits for a server where they are slower.
+refuses eight bits for a server on which they are slower.
 """
 
 from __future__ import annotations

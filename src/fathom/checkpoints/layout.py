@@ -1,6 +1,6 @@
 """Names of the files in a model directory, a run and a comparison.
 
-`run_and_step` reads names of checkpoints such as `RUN@step-400`; `runs.py` opens these checkpoints.
+`run_and_step` parses names of checkpoints such as `RUN@step-400`; `runs.py` opens these checkpoints.
 """
 
 from __future__ import annotations

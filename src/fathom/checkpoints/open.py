@@ -1,10 +1,10 @@
 """Open a checkpoint: check its directory, then load model and tokenizer, ready for use.
 
-`families/keys.py` refuses unknown keys of a `config.json`, unless the caller names them in `ignore_keys`.
-`families/family.py` (`kept`) follows its `attn_implementation`. `hub.py` decides whether a name is a path or a
-repository. `hashes.py` warns of changed weights. `models/loading.py` refuses missing, unknown or misshapen tensors.
-`check.py` refuses unsafe directories, `find.py` finds the model of a run or a comparison, and values that transformers
-cannot use become one-line errors here (`_in_one_line`).
+`hub.py` decides whether a name is a path or a repository, `find.py` finds the model of a run or a comparison, and
+`check.py` refuses unsafe directories. `families/keys.py` refuses unknown keys of a `config.json`, unless the caller
+names them in `ignore_keys`; `families/family.py` (`kept`) decides which `attn_implementation` is followed.
+`models/loading.py` refuses missing, unknown or misshapen tensors, and `hashes.py` warns of changed weights. Values that
+transformers cannot use become one-line errors here (`_in_one_line`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 An origin reads byte ranges of named files and records them in a ledger. It reads only what is requested, so a
 comparison of two remote models downloads only the tensors that it uses.
 
-`hub.py` downloads whole models, and decides whether a name is a path or a repository.
+`hub.py` downloads whole models. Whether a name is a path or a repository is decided in `open_origin` for
+`fathom lineage`, and in `hub.py` (`repository`) for other commands.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check output paths: a folder must not hold another command's output, a file must be new or of the kind to be
 written.
 
-`export.py` (`require_replaceable`) decides which directory an export may replace. Of paths that are read, `find.py`
-decides which model is meant, and `check.py` refuses unsafe files, and links out of a directory.
+`export.py` (`require_replaceable`) decides which directory an export may replace. `find.py` and `check.py` check models
+that are read.
 """
 
 from __future__ import annotations

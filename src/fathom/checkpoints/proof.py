@@ -4,7 +4,7 @@ The copy (`shrink.py`) has random weights (`twin.py`). transformers' class and F
 ways, and their logits must be equal, to the last bit unless the family says why they cannot be (`Family.rounding`).
 
 The model's own weights are not used. `ignore_keys` are ignored by Fathom alone; the family's class reads them
-(`open_both`).
+(`open_both` in `twin.py`).
 """
 
 from __future__ import annotations

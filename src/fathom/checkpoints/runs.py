@@ -2,8 +2,8 @@
 
 `newest_checkpoint` chooses the newest checkpoint of a run that is intact.
 
-`config_of` is the configuration of a recipe's model block with `from_pretrained`; `models/loading.py` refuses keys that
-contradict the checkpoint's shapes. `find.py` finds a comparison's best run.
+`config_of` makes the configuration of a recipe's model block, also one with `from_pretrained`; `models/loading.py`
+refuses keys that contradict the checkpoint's shapes. `find.py` finds a comparison's best run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tokens that begin, end and pad texts, from a checkpoint's configuration and its tokenizer.
 
-`inference/settings.py` (`fathom generate`, `fathom serve`) and `export.py`, which writes the `generation_config.json`
-of transformers' `generate`, take `stop_tokens` from here, so all stop at the same tokens.
+`fathom generate` (`inference/settings.py`), `fathom serve` (`inference/server.py`) and an exported
+`generation_config.json` (`export.py`) take their stop tokens from `stop_tokens`, so all stop at the same tokens.
 """
 
 from __future__ import annotations

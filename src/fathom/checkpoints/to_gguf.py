@@ -3,8 +3,8 @@
 For a `llama`, llama.cpp rotates pairs of neighbouring channels, not the two halves of a head: the rows of queries and
 keys are reordered accordingly.
 
-`_check` refuses scaled RoPE, sliding windows and other families; `_splitting` takes a byte-level BPE that splits words
-as in GPT-2, SmolLM, Llama 3 or Qwen, and refuses other tokenizers.
+`_check` refuses other families, scaled RoPE, sliding windows and other switches that llama.cpp lacks; `_splitting`
+refuses tokenizers other than a byte-level BPE that splits words as in GPT-2, SmolLM, Llama 3 or Qwen.
 """
 
 from __future__ import annotations

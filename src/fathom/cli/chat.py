@@ -1,7 +1,7 @@
 """`fathom chat MODEL`: a conversation in the terminal, or over a pipe.
 
-`inference/conversation.py` answers the lines: it has the commands such as `/reset` and `/set`, and keeps an answer that
-Ctrl-C stops. `wrapping.py` wraps whole words at the terminal's width. The options of sampling are in `generate.py`.
+`inference/conversation.py` answers the lines: it has commands such as `/reset` and `/set`, and keeps an answer that
+Ctrl-C stops. `wrapping.py` breaks lines between words. The options of sampling are in `cli/generate.py`.
 """
 
 from __future__ import annotations

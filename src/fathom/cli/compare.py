@@ -1,12 +1,9 @@
 """`fathom compare RECIPE --arms vanilla,depth_attention [key=value ...]`, `fathom compare DIRECTORY`, or a paper's
 table: `fathom compare papers/NAME/TABLE`.
 
-In `experiments`, `arms.py` decides budgets and what an arm may override, `plan.py` refuses runs of another recipe and
-repeats measurements, and `contrasts.py` reads contrasts. `compare.py` runs the plan, also under torchrun;
-`schedule.py` runs each task and writes `failed.json`, and `task_claims.py` decides when a worker takes over.
-`timing.py` measures costs. `differences.py` computes the report, its verdict, and whether it is exploratory;
-`compare_page.py` shows it; `report/statistics.py` decides what is significant. `paper.py` in this folder runs a
-paper's table.
+`experiments/compare.py` runs the plan, and names the files that do the parts. Next to it, `arms.py` decides budgets and
+what an arm may override, `plan.py` refuses runs of another recipe, `differences.py` computes the report and its
+verdict, and `compare_page.py` shows them. `cli/paper.py` runs a paper's table.
 """
 
 from __future__ import annotations

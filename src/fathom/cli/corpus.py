@@ -1,7 +1,7 @@
 """`fathom corpus RECIPE.yaml [key=value ...]`.
 
-`corpus/pipeline.py` builds the corpus. Nothing here imports torch: `data/plain_tokenizer.py` stands in for
-transformers.
+`corpus/pipeline.py` builds the corpus. It needs neither torch nor transformers: where transformers is missing,
+`data/plain_tokenizer.py` reads the tokenizer.
 """
 
 from __future__ import annotations

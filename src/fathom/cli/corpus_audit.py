@@ -1,6 +1,6 @@
 """`fathom corpus audit INPUT ... --benchmark NAME=PATH`.
 
-The exit code is 1 if a question was found, 0 if none was (`run`), and 2 for bad input (`main.py`).
+`corpus/audit.py` searches, and `run` here sets the exit code.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES`.
 
-`evaluation/scoring.py` runs the command: it opens models, keeps results (`--out`) and records tasks that fail, for
-which `run` below returns the exit code 1. Next to it, `tasks.py` reads tasks and their documents, `harness.py` runs
+`evaluation/scoring.py` runs the command: it opens models, stores results (`--out`) and records tasks that fail, for
+which `run` below returns the exit code 1. Next to it, `tasks.py` finds tasks and their documents, `harness.py` runs
 lm-eval, `perplexity.py` reads texts and scores them, and `paired.py` computes differences.
 """
 

@@ -1,9 +1,8 @@
 """`fathom generate MODEL PROMPT`, or `--prompts FILE [--out FILE]`.
 
-In `inference/`, `settings.py` combines the options with `generation_config.json`, `generate.py` generates and prints
-the speed line, `prompt_file.py` answers a file of prompts and resumes, and `prompt.py` makes token ids of a prompt.
-`kvcache/policy.py` chooses the cache of `--kvcache`. `_report` below has the exit code 1 of a file whose prompts all
-fail.
+`inference/settings.py` combines the options with `generation_config.json`, `inference/generate.py` generates and prints
+the speed line, `inference/prompt_file.py` answers a file of prompts and resumes, and `kvcache/policy.py` chooses the
+cache of `--kvcache`. If all prompts of a file fail, `_report` below returns the exit code 1.
 """
 
 from __future__ import annotations

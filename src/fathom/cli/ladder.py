@@ -1,9 +1,8 @@
 """`fathom ladder LADDER.yaml --arms vanilla,depth_attention --out DIR [key=value ...]`, or `fathom ladder DIR`.
 
-In `experiments`, `rungs.py` decides sizes, recipes, seeds and which arms are refused, and `budget.py` is the dry run.
-`ladder.py` runs the stages; `stages.py` decides the next runs and seals the prediction, and `tuning.py` finds the best
-learning rate. `multipliers.py` computes the report and its verdict, `trips.py` φ, and `acquisition.py` the results on
-a puzzle, which `data/puzzles.py` makes.
+`experiments/ladder.py` runs the stages, and names the files that do the parts. Next to it, `rungs.py` decides sizes,
+recipes, seeds and which arms are refused, `budget.py` is the dry run, `stages.py` decides the next runs and seals the
+prediction, `tuning.py` finds the best learning rate, and `multipliers.py` computes the report and its verdict.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`fathom lens MODEL TEXT -o lens.html`.
 
-`lens/look.py` computes the numbers, `lens/page.py` writes the page, and `lens/lens.js` draws it. `open_checkpoint` runs
-no code of the model's directory here, because `trust_remote_code` is not set.
+`lens/look.py` computes the numbers, `lens/page.py` makes the page, and `lens/lens.js` draws it. No code of the model's
+directory is run, because `trust_remote_code` is not set here.
 """
 
 from __future__ import annotations

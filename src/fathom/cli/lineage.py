@@ -1,9 +1,9 @@
 """`fathom lineage COMMAND ...`: each command is a typed function, whose parameters are its options.
 
-Each calls the module of a similar name in `lineage` or `lineage/publishing`; `layers` is in `ancestry.py`, and
-`calibrate` writes by `nulls.py`. In `lineage`, `weights.py` opens models, `comparison.py` decides which layers are
-read and which controls are used, `evidence.py` has the p-values, and `verdict.py` the verdicts and their exit codes.
-`main.py` ends with 2 if the input is unusable.
+Each calls a module of `lineage` or `lineage/publishing`, most of which have a similar name: `layers` is in
+`lineage/ancestry.py`, `search` in `lineage/publishing/cards.py`, and `calibrate` writes with `lineage/nulls.py`. In
+`lineage`, `weights.py` opens models, `comparison.py` decides which layers are read and which controls are used,
+`evidence.py` has the p-values, and `verdict.py` the verdicts and their exit codes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The command line: find the command's file, parse, run, and report the caller's errors in one line.
 
-The exit code of an error is here or in `errors.py`; that of a stopped run is in `train.py`.
-
-`errors.py` has the exit codes, and names the extra that a command lacks (`to_install`). A command imports torch and
+`errors.py` has the exit codes of Fathom's errors; those of Ctrl-C and of system errors are here. The other exit codes
+are what `run` of a command returns, such as that of a stopped run in `train.py`. A command imports torch and
 transformers when it runs, if at all: `corpus`, `prepare` and `lineage` need neither.
 """
 

@@ -1,6 +1,6 @@
 """`fathom mechanisms [--config DIR|RECIPE]`.
 
-`experiments/catalogue.py` makes the table of costs, which `models/cost.py` computes. The star marks mechanisms that
+`experiments/catalogue.py` makes the table of costs, and `models/cost.py` computes them. The star marks mechanisms that
 declare `closed` (`models/axes/roles.py`).
 """
 

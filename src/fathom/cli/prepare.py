@@ -1,8 +1,8 @@
 """`fathom prepare INPUT ... --tokenizer T --out DIR`.
 
-`corpus/prepare.py` writes the shards. `data/sources.py` tells files, globs, URLs and `hf:` apart and reads them,
-`data/tokenizer.py` trains a tokenizer, and `data/shards.py` decides which documents are held out. `data/cloud.py`
-copies the corpus for `--upload`.
+`corpus/prepare.py` runs the command; its parameters are the options. `data/sources.py` tells files, globs, URLs and
+`hf:` apart and reads them, `data/tokenizer.py` trains a tokenizer, and `data/shards.py` decides which documents are
+held out (`choose_split`). `data/cloud.py` copies the corpus for `--upload`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """`fathom serve MODEL --port 8000`.
 
-Here are the options. `inference/launch.py` starts and stops the server, and decides what SIGTERM and a failure of the
-engine do; `server.py` next to it has the routes, `gate.py` checks keys and limits, `access_log.py` writes the log,
-`engine.py` runs the requests, `cache_memory.py` and `prefixes.py` decide on memory, `drafting.py` on drafts,
-`layout.py` on packed weights. `checkpoints/open.py` opens the model, and `checkpoints/check.py` refuses directories
-before.
+`inference/launch.py` starts and stops the server, decides what SIGTERM and a failure of the engine do, and has the
+default of `--prefix-memory`. Next to it, `server.py` has the routes, `gate.py` checks keys and limits, `access_log.py`
+writes the log, `engine.py` runs the requests, `cache_memory.py` has the default of `--cache-memory`, `drafting.py`
+decides when to draft, and `layout.py` whether weights are packed. `checkpoints/open.py` opens the model.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`fathom train RECIPE [key=value ...]`, or resume a run, or branch it.
 
-The exit code of a stopped run is set here. Of the folder `training/`, `loop.py` resumes a run, handles signals and
-refuses a run of another recipe, `build.py` makes the steps, `first.py` checks the first ones, `branching.py` decides
-what a branch may change, `parallel.py` chooses device and strategy, `tokenizer.py` refuses another tokenizer, and
-`probe.py` ends a probe.
+The exit code of a stopped run is set here. In `training/`, `loop.py` resumes a run, handles signals and refuses a run
+of another recipe, `build.py` makes the steps, `first.py` checks the first ones of a run that continues a checkpoint,
+`branching.py` decides what a branch may change, `parallel.py` chooses device and strategy, `tokenizer.py` refuses a
+corpus whose tokenizer is not the checkpoint's, and `probe.py` reports a probe of learning rates.
 """
 
 from __future__ import annotations

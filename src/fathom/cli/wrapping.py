@@ -1,6 +1,7 @@
 """Wrap text that arrives in pieces, with line breaks only between words.
 
-`fathom chat` uses it in a terminal (`chat.py`); `COLUMNS` is read by `line_width` in `report/tables.py`.
+`fathom chat` uses it in a terminal, or if `COLUMNS` is set (`chat.py`); `line_width` in `report/tables.py` is the
+width.
 """
 
 from __future__ import annotations

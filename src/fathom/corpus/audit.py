@@ -4,10 +4,10 @@ misses.
 The documents are read as `fathom corpus` reads them, rows of data sets with all of their fields, and searched as they
 are: nothing is filtered before. Then the audit plants each benchmark's own questions in excerpts of these documents, in
 every form of `forms.py`, and counts how many it finds. The result is the same for every number of workers, because
-`pipeline.py` (`carry_out`) lists the tasks before it hands them out, and `--seed` alone draws the plants.
+neither the tasks nor the planted questions (`--seed`) depend on it.
 
-`search.py` searches, `planting.py` plants and `leak_rules.py` decides what is found; `benchmarks.py` reads a
-benchmark's files. `cli/corpus_audit.py` sets the exit code.
+`search.py` searches, `planting.py` plants, `leak_rules.py` and `damaged.py` decide what is found, and `benchmarks.py`
+reads a benchmark's files. `cli/corpus_audit.py` sets the exit code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Benchmarks: reads items in several file formats, and checks a benchmark for faults of its own.
 
-`contamination.py` writes the faults and which items are `dirty`; `publish.py` puts both into `benchmark/`.
-`leak_rules.py` ignores labels of several questions, and says which questions are too short to find.
-`evaluation/pairs.py` asks a model the questions. Outside the package, `benchmarks/expert.py` makes questions.
+`contamination.py` lists the faults and marks `dirty` items; `publish.py` puts both into `benchmark/`. `leak_rules.py`
+leaves out labels that several questions share, and says which questions are too short to find. `evaluation/pairs.py`
+asks models the questions. Outside the package, `benchmarks/expert.py` makes questions from documents.
 """
 
 from __future__ import annotations

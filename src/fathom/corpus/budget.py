@@ -1,7 +1,7 @@
 """How many tokens a mixture takes from each collection, how often each is read, and whether there are enough.
 
-`mix.epochs` limits how often a collection is read. `data/mixture.py` orders the sequences so that every prefix keeps
-the shares; `publish.py` writes this order to `mixture.u8`, or `mixture.u16` for more than 256 collections.
+`data/mixture.py` orders the sequences so that every prefix keeps the shares; `publish.py` writes this order to
+`mixture.u8`, or to `mixture.u16` for more than 256 collections.
 """
 
 from __future__ import annotations

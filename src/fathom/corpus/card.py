@@ -1,7 +1,7 @@
 """card.md: the contents of a corpus, written from the manifests of its stages.
 
-`stages/` holds the lists that it counts: `failed.jsonl` (`ingest.py`), `dropped.jsonl` (`clean.py`), `duplicates.jsonl`
-(`duplicates.py`), `hits.jsonl` (`contamination.py`), `rejected.jsonl` (`converse.py`).
+Below `stages/` are lists of what was left out or leaked: `failed.jsonl` (`ingest.py`), `dropped.jsonl` (`clean.py`),
+`duplicates.jsonl` (`duplicates.py`), `hits.jsonl` (`contamination.py`) and `rejected.jsonl` (`converse.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Normalise documents, give every document and conversation an id, and drop what breaks a rule, with the reason.
 
-`quality.py` has the rules and the stop words, `private.py` what `normalize.mask` replaces, `normalization.py` the
-Unicode form. Of conversations only empty ones are dropped, and only `mask` changes their text.
+`quality.py` has the rules and the stop words, `private.py` finds what `normalize.mask` replaces, and `normalization.py`
+decides the Unicode form. Of conversations only empty ones are dropped, and only `mask` changes their text.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 `flags` marks every item as clean or dirty (contaminated). `leak_rules.py` defines what counts as a leak.
 
 `folding.py` makes the forms of a text that are searched, among them parts without their citations, notes and links.
-`damaged.py` finds questions with errors, and those that share a scenario. `benchmarks.py` finds a benchmark's faults.
+`damaged.py` finds questions with errors. `benchmarks.py` finds a benchmark's faults.
 """
 
 from __future__ import annotations

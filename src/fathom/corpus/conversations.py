@@ -1,12 +1,11 @@
 """Conversations: converts rows of several chat formats into one format, a list of messages.
 
 `clean.py` keeps the text of messages as it is written, outer spaces included, except for private data that
-`normalize.mask` replaces. `exports.py` writes preference pairs for TRL. `verbalizer.py` makes conversations of tables,
-and `benchmarks/expert.py`, outside the package, of documents.
+`normalize.mask` replaces. `exports.py` writes preference pairs for TRL.
 
-`ingest.py` reads the rows, and lists any other file as `parse_error`. `traces.py` reads ReAct traces, `verbalizer.py`
-tables and `papers.py` papers. `converse.py` makes tokens, the loss mask and `rejected.jsonl`; `duplicates.py` compares
-conversations.
+`ingest.py` reads the rows, and lists a file without rows as `parse_error`. `traces.py` makes conversations of ReAct
+traces, `verbalizer.py` of tables, `papers.py` of papers, and `benchmarks/expert.py`, outside the package, of documents.
+`converse.py` writes tokens, the loss mask and `rejected.jsonl`; `duplicates.py` compares conversations.
 """
 
 from __future__ import annotations

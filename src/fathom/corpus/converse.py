@@ -1,9 +1,10 @@
 """Kept conversations as token shards with a loss mask of one bit per token.
 
-`rejected.jsonl` lists conversations whose last exchange is too long (`too_long`), with nothing left to train on
-(`no_target`), or that the template rewrites (`no_template`). `templates.py` drops the oldest exchanges, encodes them,
-and with `chat_template.py` decides the loss mask, which `data/targets.py` writes. `tokens.py` gives the tokenizer its
-chat template. `ingest.py` makes a preference pair's chosen answer a conversation.
+`rejected.jsonl` lists conversations whose last exchange alone is too long (`too_long`), in which nothing is trained on
+(`no_target`), or which the template refuses or rewrites (`no_template`). `templates.py` drops the oldest exchanges of a
+long conversation and encodes the rest. It decides the loss mask, with `chat_template.py` for a tokenizer's own
+template, and `data/targets.py` writes it. `tokens.py` stores a chat template in a tokenizer that has none.
+`conversations.py` (`pair_of`) makes a conversation of a preference pair's chosen answer.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ are never similar. Rows of a table are duplicates only if they are equal, since 
 purpose.
 
 `document_digest` in `clean.py` decides which conversations are equal: those with equal roles, contents and loss masks.
-`minhash.py` chooses the pairs to compare, by `deduplicate.bands`.
+`minhash.py` computes the bands and the similarity.
 """
 
 from __future__ import annotations
@@ -354,8 +354,8 @@ class _RunSets:
 class Duplicates(_Global):
     """Lists the rows to remove from each file, and for each removed document the kept document that it matched.
 
-    It is a single task, so it runs on one machine, and holds 24 bytes for each verified pair: two addresses and a
-    similarity. Documents are ranked by the collection's priority, then length, then id and path.
+    It is a single task, so it runs on one machine, and all verified pairs are in memory: two addresses and a similarity
+    each. Documents are ranked by the collection's priority, then length (longest first), then id and path.
     """
 
     name = "duplicates"

@@ -4,8 +4,8 @@ An executor gets the directory of a corpus, a stage and the numbers of tasks in 
 results to disk, so nothing is returned, and the results do not depend on the executor.
 
 `stage.py` writes a task's record, with the SHA-256 of its files. `recipe.py` (`Executor`) has the options. `remote.py`
-schedules through datatrove. The stage `duplicates` is one task, and inputs are hashed before a stage has tasks, so both
-run on one machine.
+schedules through datatrove. Inputs are hashed while `ingest.py` lists its tasks, and the stage `duplicates` is one
+task, so both run on one machine.
 """
 
 from __future__ import annotations

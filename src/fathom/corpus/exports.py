@@ -1,7 +1,8 @@
 """Exports kept documents to the formats of other training programs and of lm-eval, without importing these programs.
 
-TRL and LLaMA-Factory cannot express loss masks, so their exports leave out conversations with an untrained answer,
-which `card.py` counts. `publish.py` puts the files into `exports/NAME/`.
+TRL and LLaMA-Factory cannot express loss masks, so their exports leave out conversations with an untrained answer.
+Preference pairs are exported to TRL alone. `card.py` says how many are left out, and `publish.py` puts the files into
+`exports/NAME/`.
 """
 
 from __future__ import annotations

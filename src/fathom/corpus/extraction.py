@@ -1,6 +1,6 @@
 """The result of extracting text from a file: a status, and the text if there is any.
 
-`ingest.py` lists every status but `ok` in `failed.jsonl`.
+`ingest.py` lists files whose status is not `ok` in `failed.jsonl`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ letters that they look like. Joining words that a line break hyphenates takes a 
 
 `bare` is the second reading: without citations, notes, links, time codes and line numbers (`apparatus.py`).
 
-`attributes` reads the attributes of tags. `confusables.py` lists the lookalike letters.
+`confusables.py` lists the letters that look like Latin ones.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Text of web pages: the main text by trafilatura, or all visible text by the standard library.
 
-Superscripts, subscripts and formulas are rewritten as text before either sees the page (`typeset.py`).
+Superscripts, subscripts and formulas are rewritten as text before either sees the page: `typeset.py` finds them,
+`superscripts.py` and `mathml.py` write them.
 
-`ingest.html` chooses between the two; `plain` keeps the spaces of `<pre>`. `superscripts.py` writes superscripts,
-`mathml.py` formulas.
+`ingest.html` chooses between the two; `plain` keeps the white space of `<pre>`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reads files of many kinds into rows of text; a document that cannot be read is recorded with a status and skipped.
 
 `sandbox.py` is the separate process that ends at `ingest.max_memory` or `ingest.max_seconds`; `html.py`, `pdf.py`,
-`tei.py`, `epub.py` and `jats.py` read text there. `fidelity.py` rereads the sample of files (`ingest.check`).
-`data/sources.py` finds local files; `data/cloud.py` opens URLs and recognises remote files by URL, size and ETag. A
-row's messages come from `conversations.py`, `traces.py`, `verbalizer.py` or `papers.py`.
+`tei.py`, `epub.py` and `jats.py` extract text there, and `fidelity.py` rereads a sample of files (`ingest.check`).
+`data/sources.py` finds local files and reads their records; `data/cloud.py` copies files from URLs, and recognises them
+by URL, size and ETag. A row's messages come from `conversations.py`, `traces.py`, `verbalizer.py` or `papers.py`.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ with "so the answer is". An answer that any text has, such as `no` or `3`, count
 several questions share are the benchmark's template, and choices alone are not a question: neither is a leak.
 Questions with errors in them are found by `damaged.py`, which also decides on questions that share a scenario.
 
-Words are compared after folding (`folding.py`). `stems_of` leaves out labels at the beginning or end of several
-questions. Paraphrases, translations and solutions without their question are not searched for.
+Words are compared after folding (`folding.py`). `stems_of` leaves out labels that several questions begin or end with.
+Paraphrases, translations and solutions without their question are not searched for.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Each hash function keeps the smallest value over a document's runs. Two document
 probability J, the Jaccard similarity of their runs. They agree in a band of r functions with probability J^r, and in at
 least one of b bands with probability 1 - (1 - J^r)^b.
 
-`duplicates.py` verifies the pairs, and decides by `deduplicate.jaccard` which document is removed.
+`duplicates.py` makes the pairs, verifies them by `deduplicate.jaccard`, and decides which document is removed.
 """
 
 from __future__ import annotations

@@ -13,10 +13,10 @@ The kinds of pairs:
 Titles and abstracts come from rows or from GROBID's TEI, the others from TEI alone. Which wording is used, and
 whether a statement is true, depends on a hash of the paper alone.
 
-`_References.paper`, `_fits` and `_journals` leave out sentences that name several figures or works, sentences and
-captions that GROBID cut or joined, numbers of equations, works known by their journal, and questions that contain their
-answer. `ingest.py` passes the previous row, whose abstract is the wrong one; `card.py` counts pairs made and kept.
-`benchmarks.py` reads a benchmark's questions, such as those of `FILE#KEY`.
+`_References.paper` leaves out sentences that name several figures or works, or that contain the title of the work that
+they cite; `_no_citation` numbers of equations, `_journals` works known by their journal. `_caption`, `sentences` and
+`_fits` leave out captions and sentences that GROBID cut or joined. `ingest.py` passes the previous row, whose abstract
+a false statement takes; `card.py` says how many pairs were made and kept.
 """
 
 from __future__ import annotations

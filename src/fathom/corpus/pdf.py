@@ -1,6 +1,6 @@
 """Text of PDF files by PDFium: running heads removed, words and lines put together again, superscripts kept.
 
-`pdf_scripts.py` finds superscripts, only in words with a digit.
+`pdf_scripts.py` finds superscripts and subscripts, only in words with a digit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """`fathom corpus`: runs every stage in order, but only tasks that changed, and publishes the result.
 
 `stage.py` names the folder of a task's result by a hash, renames it into place, and removes results of earlier recipes.
-Results with a changed file are named and made again (`_discard_damaged`). Stages list their tasks in this process, so
-`ingest.py` hashes the inputs on one machine. `budget.py` refuses a mixture before `publish.py` writes a shard.
+`_discard_damaged` removes a result with a changed file, which it names, and the result is made again. Stages list
+their tasks in this process, so `ingest.py` hashes the inputs on one machine. `budget.py` refuses an infeasible mixture
+before `publish.py` writes anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The stages of `fathom prepare`: inputs are read into files of documents, and these are encoded into token shards.
 
-`data/sources.py` finds and reads the inputs, `tokens.py` encodes and trains the tokenizer, and `prepare.py` joins the
-shards and removes `.prepare`.
+`data/sources.py` finds and reads the inputs, and `tokens.py` encodes documents. `prepare.py` loads or trains the
+tokenizer, joins the shards and removes `.prepare`.
 """
 
 from __future__ import annotations

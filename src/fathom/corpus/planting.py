@@ -1,8 +1,8 @@
 """Measures how many leaked benchmark questions a search finds, by planting questions in excerpts of documents, in every
 form of leak.
 
-The forms of leak, and the damaged ones among them, are listed in `forms.py`. `--plants` sets the number of questions
-of each form and length, and `--seed` chooses them.
+The forms of leak, and the damaged ones among them, are listed in `forms.py`. `--plants` limits the number of
+questions of each form and length, and `--seed` chooses them.
 """
 
 from __future__ import annotations

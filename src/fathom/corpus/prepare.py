@@ -6,8 +6,8 @@ in theirs: a killed run loses the tasks that were under way. The shards of their
 in the order of the inputs, so the output does not depend on the number of workers.
 
 `choose_split` in `data/shards.py` decides which documents are held out. `data/sources.py` tells files, globs, URLs and
-`hf:` apart, decompresses, drops empty documents and names domains. `tokens.py` (`training_texts`) decides how
-much text trains a tokenizer. Near-duplicates stay: `duplicates.py` belongs to `fathom corpus`.
+`hf:` apart, decompresses, drops empty documents and names domains. `tokens.py` (`training_texts`) decides which texts
+train a tokenizer. Duplicates stay: `duplicates.py` belongs to `fathom corpus`.
 """
 
 from __future__ import annotations

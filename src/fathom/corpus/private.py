@@ -1,8 +1,8 @@
 """Private data in documents: e-mail addresses, IP addresses, telephone numbers and secret keys become placeholders.
 
 What only looks so stays: addresses of private networks, versions and numbers of sections, pictures (`a@2x.png`), ISBNs,
-dates and figures. Names of people and postal addresses are not searched for. `normalize.mask` chooses the
-kinds (`clean.py`).
+dates and figures. Names of people and postal addresses are not searched for. `clean.py` masks the kinds that
+`normalize.mask` names.
 """
 
 from __future__ import annotations

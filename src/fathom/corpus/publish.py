@@ -1,7 +1,8 @@
 """The published corpus in the output directory: token shards for `fathom train`, the mixture, and benchmark flags.
 
-A damaged file in `shards/` is named and written again. `data/mixture.py` decides the order in `mixture.u8`.
-`contamination.py` makes the benchmark flags, and `exports.py` the exports. `--upload` is `upload` in `data/cloud.py`.
+A damaged file in `shards/` or `conversations/` is named and written again. `data/mixture.py` decides the order in
+`mixture.u8`. `contamination.py` makes the benchmark flags, and `exports.py` the exports. `upload` in `data/cloud.py`
+carries out `--upload`.
 """
 
 from __future__ import annotations

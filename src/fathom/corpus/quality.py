@@ -1,8 +1,8 @@
 """Gopher's quality rules: the measures of a text, and the rules that it breaks.
 
-`min_stop_words` counts eight English words, so by default English is kept; with `filter.languages` it counts the stop
-words of each document's own language. `clean.py` drops the documents, and lists each with the first rule and all rules
-that it broke.
+`min_stop_words` counts eight English words, so by default it drops most texts in other languages; with
+`filter.languages` it counts the stop words of each document's own language, if there is a list. `clean.py` drops the
+documents, and lists each with the first rule and all rules that it broke.
 """
 
 from __future__ import annotations

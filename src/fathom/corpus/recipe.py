@@ -1,9 +1,9 @@
 """The recipe of `fathom corpus`: collections of documents and how they are processed.
 
-Sections and who reads them: `ingest`: `ingest.py`, `sandbox.py`; `normalize`, `filter`: `clean.py`, `quality.py`;
-`deduplicate`: `duplicates.py`; `decontaminate`: `contamination.py`, `leak_rules.py`; `tokenize`: `tokens.py`;
-`converse`: `converse.py`, `templates.py`; `mix`: `budget.py`, `publish.py`; `exports`: `exports.py`; `executor`:
-`executor.py`, `remote.py`.
+The section `ingest` is read by `ingest.py` and `sandbox.py`, `normalize` and `filter` by `clean.py` and `quality.py`,
+`deduplicate` by `duplicates.py`, `decontaminate` by `contamination.py` and `leak_rules.py`, `tokenize` by `tokens.py`,
+`converse` by `converse.py` and `templates.py`, `mix` by `budget.py` and `publish.py`, `exports` by `exports.py`, and
+`executor` by `executor.py` and `remote.py`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """datatrove as the scheduler of tasks: local processes, Slurm job arrays, or Ray. A task is one rank.
 
-`executor.py` is the default process pool.
+The default, a pool of processes without datatrove, is `Pool` in `executor.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A separate process for reading files that may crash it, hang, or use too much memory.
 
 Requests and replies are JSON lines. The process ends with its parent, and at the limit of time (`ingest.max_seconds`)
-or memory (`ingest.max_memory`). `ingest.py` lists the file in `failed.jsonl`.
+or memory (`ingest.max_memory`). `ingest.py` lists files that it could not read in `failed.jsonl`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The audit stage that searches documents for benchmark items, and the recipe and helpers that all audit stages
 share.
 
-`leak_rules.py` decides what is found; `audit.py` writes document, question and passage of each finding to the report.
+`leak_rules.py` decides what is found; `audit.py` writes the document, question and passage of each finding to the
+report.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. The task
 writes to a temporary folder, which is then renamed to the key. A folder that exists is therefore complete, even if a
 process was killed, and a task whose folder exists is not run again, as long as its files have the hashes in its record
-(`TaskOutcome`: the SHA-256 of each). So running the command again repeats what changed and what depends on it.
+(`TaskOutcome`: the SHA-256 of each). The same command, run again, runs only tasks that are unfinished or
+damaged, or whose key changed.
 """
 
 from __future__ import annotations

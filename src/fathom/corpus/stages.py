@@ -1,7 +1,4 @@
-"""All stages in their order.
-
-`duplicates.py` keeps a few numbers for each document, for 16 million documents at a time (`BUCKET_DOCUMENTS`).
-"""
+"""All stages in their order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Writes superscripts and subscripts as text: 2³² and x₁ where Unicode has every character, else 2^{a/b}; words as
 x_{max}.
 
-`typeset.py` finds them in web pages, and `pdf_scripts.py` in PDF files, there only in words with a digit. `card.py`
-counts those that may be marks of notes (`may_be_note`).
+`typeset.py` finds them in HTML, EPUB and JATS files, `tei.py` in TEI files, and `pdf_scripts.py` in PDF files, there
+only in words with a digit. `card.py` says how many may be marks of notes (`may_be_note`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 A template returns a list of pieces, text or special tokens, each trained on or not. The text between two special tokens
 is encoded in one go and never parsed for special tokens, so a user's text cannot end a turn.
 
-`plain` in `data/tokenizer.py` encodes text literally. `chat_template.py` reads a tokenizer's own template. `tokens.py`
-gives a tokenizer without one the template of `CHATS`, and a new tokenizer the template's tokens. `converse.py` lists
-what cannot be encoded in `rejected.jsonl`.
+`plain` in `data/tokenizer.py` makes a tokenizer encode text literally. `chat_template.py` reads a tokenizer's own
+template. `tokens.py` stores a template of `CHATS` in a tokenizer without one, and trains a new tokenizer with the
+template's tokens. `converse.py` lists in `rejected.jsonl` what cannot be encoded.
 """
 
 from __future__ import annotations

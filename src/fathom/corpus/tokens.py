@@ -1,9 +1,9 @@
 """Kept documents as token shards: a tokenizer, then shards for each group of files of one collection.
 
-`training_texts` trains a tokenizer on kept training documents alone. A tokenizer without a chat template gets that of
-`chatml` or `alpaca` (`CHATS` in `templates.py`). It yields `--tokenizer-bytes` of text, or less if the different words
-exceed `WORDS_AT_MOST`. `data/tokenizer.py` trains the tokenizer and encodes special tokens in documents as text;
-`data/shards.py` writes shards.
+`training_texts` chooses the text that a tokenizer is trained on: training documents alone, up to `tokenize.train_bytes`
+or `--tokenizer-bytes`, or less if their different words exceed `WORDS_AT_MOST`. `Tokenizer` stores the chat template
+`chatml` or `alpaca` (`CHATS` in `templates.py`) in a tokenizer for conversations that has none. `data/tokenizer.py`
+trains the tokenizer, and makes it encode special tokens in documents as text; `data/shards.py` writes shards.
 """
 
 from __future__ import annotations

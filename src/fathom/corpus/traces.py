@@ -1,7 +1,7 @@
 """ReAct traces: converts a text of thoughts, actions and observations into a conversation with tool calls.
 
-`ingest.py` (`_json`) finds the traces in `trace` or `text`; with a collection's `tools`, it leaves out traces that use
-other tools (`require_tools`), as `parse_error` in `failed.jsonl`.
+`ingest.py` (`_json`) looks for a trace in the fields `trace` and `text`. A trace with an action that is none of
+the collection's `tools` (`require_tools`) is left out, as `parse_error` in `failed.jsonl`.
 """
 
 from __future__ import annotations

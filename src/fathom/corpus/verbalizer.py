@@ -1,7 +1,7 @@
 """Converts table records into questions and answers: several questions for each value; missing values are skipped.
 
-`ingest.py` (`_pairs`) reads the rows, and takes the collection's own `templates` instead of these. `duplicates.py`
-compares rows of a table for equality alone.
+`ingest.py` (`_pairs`) reads the rows, and takes the collection's own `templates`, if it has any, instead of
+`TEMPLATES`. `duplicates.py` compares rows of a table for equality alone.
 """
 
 from __future__ import annotations

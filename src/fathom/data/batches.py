@@ -1,11 +1,11 @@
 """Batches as a pure function of (seed, step, rank layout): a run resumes from one integer, on any number of ranks.
 
-`training/build.py` decides the sizes of a step's batch and micro-batches (`train.tokens_per_step`), and divides losses
-by `Batch.num_targets`, the targets of the global batch.
+`training/build.py` makes a run's plan, whose rows per step are `train.tokens_per_step` divided by the length of a row
+(`rows_per_step` in `../recipe.py`); it refuses sizes that ranks and micro-batches do not divide, and has each loss
+divided by `Batch.num_targets`.
 
 `rows.py` cuts windows, separates documents and spreads a sample (`max_tokens`); `targets.py` packs conversations.
-`permutation.py` computes the order of an epoch, `mixture.py` the collection of a row. `training/build.py` makes the
-plan of a run.
+`permutation.py` computes the order of an epoch, `mixture.py` the collection of a row.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 An input there is listed with its size and the stamp of its contents. The task that reads it copies it to the local
 disk, and removes the copy when it is done.
 
-`sources.py` and `corpus/ingest.py` call this for inputs that are URLs. Credentials and endpoints are left to each
-store's fsspec package. `--upload` is `upload`, which copies index files last.
+Credentials and endpoints are left to each store's fsspec package. `upload` carries out `--upload`.
 """
 
 from __future__ import annotations

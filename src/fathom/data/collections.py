@@ -1,7 +1,7 @@
 """Several collections of tokens read as one dataset: domains of a corpus, or corpora that share a tokenizer.
 
-`mixture.py` decides which collection a sequence comes from, by the shares of a phase: share 0 reads nothing. A name
-in `data.mixture` is a domain of `data.directory`, or another directory (`locate`); all must share one tokenizer.
+`mixture.py` decides which collection a sequence comes from, by the shares of a phase; share 0 reads nothing. A name
+in `data.mixture` is a domain of `data.directory`, or another directory (`locate`).
 """
 
 from __future__ import annotations

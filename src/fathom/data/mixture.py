@@ -5,9 +5,9 @@ Row n + 1 goes to the collection for which w (n + 1) - c is largest (the first o
 rows that it has had. This is computed in integers, without rounding. After any n rows, with k collections, each has had
 its share to within -1 < w n - c < k - 1.
 
-`recipe.py` turns the `at` of a phase (a later mixture) into a step; a share of 0 there is never read. `batches.py`
-reshuffles each collection in each of its epochs. `training/branching.py` decides which phases a branch may change.
-`collections.py` opens what the names of a mixture mean.
+`../recipe.py` (`later`) turns the `at` of a phase (a later mixture) into a step. `batches.py` reshuffles each
+collection in each of its epochs. `training/branching.py` decides which phases a branch may change. `collections.py`
+opens the collections that a mixture names.
 """
 
 from __future__ import annotations

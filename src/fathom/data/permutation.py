@@ -1,6 +1,6 @@
 """A shuffle of any size without an array: a keyed Feistel network, applied until the result lies in the range.
 
-`batches.py` (`_shuffled`) makes one for each (seed, epoch).
+`batches.py` (`_shuffled`) makes one for each seed, collection and epoch.
 """
 
 from __future__ import annotations

@@ -11,9 +11,8 @@ are difficulties.
 
 For bits per byte an answer counts as one byte.
 
-The invented minerals of `make specialise` are no puzzle of this file; `examples/minerals.py` writes them.
 `experiments/acquisition.py` decides when a run has solved a puzzle, and `experiments/tuning.py` that losses below 0.01
-nats are equal.
+nats count as equal. The invented minerals of `make specialise` are not a puzzle: `examples/minerals.py` writes them.
 """
 
 from __future__ import annotations

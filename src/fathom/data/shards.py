@@ -13,7 +13,7 @@ against adversaries.
 
 `corpus/prepare.py` is `fathom prepare`, which writes shards and resumes after `kill -9`. `choose_split` decides which
 documents are held out. `_check` names the file that is damaged; `verify="cached"` reads only changed files.
-`ShardWriter` never cuts a document between shards. `data/tokenizer.py` says how text is encoded.
+`ShardWriter` never cuts a document between shards. `corpus/tokens.py` (`TextEncoder`) encodes documents.
 """
 
 from __future__ import annotations

@@ -3,9 +3,11 @@
 Reading is split in two. `Source.records` only finds where records begin; `Source.documents` checks each and makes it a
 document.
 
-`find_sources` tells files, folders, globs, URLs and `hf:` apart, and `_kind` formats; `cloud.py` lists URLs. `opened`
-decompresses, `_oversize` refuses or skips long records, and `_parsed` text that is not UTF-8. `corpus/prepare.py` sets
-the limit `max_record_bytes`. `read_domains` in `evaluation/perplexity.py` sorts the inputs of `--perplexity` by domain.
+`find_sources` tells paths, URLs and `hf:` apart, `find_files` files, folders and globs, and `_kind` formats; `cloud.py`
+lists the files of a URL. `opened` decompresses, `_oversize` refuses long records unless they are skipped, and
+`Source._parsed` refuses, repairs or skips text that is not UTF-8. `corpus/prepare.py` sets the default of
+`max_record_bytes` for `fathom prepare`. `read_domains` in `evaluation/perplexity.py` sorts the inputs of `--perplexity`
+by domain.
 """
 
 from __future__ import annotations

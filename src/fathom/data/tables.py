@@ -1,8 +1,7 @@
 """Tables of separated values (`.csv`, `.tsv`): a header names the columns, and each row is a record.
 
-`corpus/verbalizer.py` writes questions about the values of a table, for collections of `kind: table`.
-
-`sources.py` reads all other formats.
+`sources.py` reads the other formats of records. `corpus/verbalizer.py` writes questions about the values of a table,
+for collections of `kind: table`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Tokenizers: any that Hugging Face can load, or a byte-level BPE trained here.
 
-`corpus/tokens.py` (`training_texts`) chooses the texts to train on, held-out ones excluded, and stores chat templates.
 `load_tokenizer` needs a fast form (`tokenizer.json`). Without transformers, `plain_tokenizer.py` reads such a file or
-its directory, but no name on the Hub.
+its directory, but no name on the Hub. Special tokens that are spelled out in a document are encoded as text (`plain`).
 
-Special tokens that are spelled out in a document are encoded as text (`plain`). `training_texts` in `corpus/tokens.py`
-chooses the text that a tokenizer is trained on: `--tokenizer-bytes`, or less if its different words exceed
-`WORDS_AT_MOST`.
+`corpus/tokens.py` (`training_texts`) chooses the text that a tokenizer is trained on, held-out documents excluded:
+`--tokenizer-bytes`, or less if its different words exceed `WORDS_AT_MOST`. The same file stores chat templates.
 """
 
 from __future__ import annotations

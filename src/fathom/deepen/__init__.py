@@ -9,5 +9,5 @@ model further.
     trial.py, trial_page.py     `fathom try`
 
 `write.py` also reads the model back, compares its logits, and keeps an edited `heal.yaml` as `heal.yaml.old`.
-`evaluation/deepened.py` compares base, deepened model and control, and counts differences below 0.005 as none.
+`evaluation/deepened.py` compares base, deepened model and control, and decides which differences count.
 """

@@ -18,8 +18,8 @@ The rule is measured as it is deployed: a model with τ reads the documents, so 
 values of halted tokens as in decoding.
 
 If not even the first τ passes, none is set, and every token makes every iteration. On other text (`--shifted`) the rise
-of the loss is measured only. `set_exit` writes the model, and the measurements into `exits.json`.
-`models/recurrences/confidence.py` makes tokens halt by τ, and `exit_gate.py` there is a trained gate.
+of the loss is only measured. `set_exit` writes the model and `exits.json`. `models/recurrences/confidence.py` makes
+tokens halt by τ; a trained gate is in `models/recurrences/exit_gate.py`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 By default `blend_steps` opens them (`opening` in `request.py`). Learned gates (`blend: learned`) open themselves, with
 a learning rate of their own, `optim.groups={'*gates*': ...}`; their control has as many gains (`gains_of`).
 
-`cli/deepen.py` prints the commands of `Road`, which train the model.
-
-The weight of the teacher's KL divergence is set here; `training/distill.py` computes the loss. `write.py` keeps an
-edited `heal.yaml` as `heal.yaml.old`. `evaluation/deepened.py` compares the model with its control and decides which
-differences count.
+The weight of the teacher's KL divergence is set here; `training/distill.py` computes the loss. `cli/deepen.py` prints
+the first two commands of `Road`, and the recipe's header has all. `write.py` keeps an edited `heal.yaml` as
+`heal.yaml.old`. `evaluation/deepened.py` compares the model with its control and decides which differences count.
 """
 
 from __future__ import annotations

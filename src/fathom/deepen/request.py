@@ -1,8 +1,9 @@
 """Parse `--with` and `--layers` into keys of a configuration.
 
-Mechanisms that declare `closed` (`models/axes/roles.py`) start switched off, so the logits stay unchanged; others, such
-as `ponder2` and `ponder3`, change them at once. So does view ALL, under which a token reads every iteration of earlier
-tokens and only one of its own: equal iterations then count more often than the token itself.
+Mechanisms whose declaration has `closed` (`Mechanism` in `models/axes/roles.py`) start switched off unless an option
+opens them, so the logits stay unchanged. Others, such as `ponder2` and `ponder3`, change the logits at once. So does
+view ALL, under which a token reads every iteration of earlier tokens and only one of its own: equal iterations then
+count more often than the token itself.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class Request:
         )
 
     def exact(self, config: FathomConfig) -> bool:
-        """Whether a model with the mechanisms starts as the model without them. `config` is the one with them."""
+        """Whether a model with the mechanisms computes the same as the model without them until it is trained; `config`
+        is the configuration with them."""
         if "recurrence" in {part.axis for part in self.parts} and recurrence_class(config).sees(config) is View.ALL:
             return False
         return all(part.closed is not None and not self._opens(part) for part in self.parts)

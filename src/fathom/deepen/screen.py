@@ -15,9 +15,9 @@ Every document gives one number for each gate; z is their mean over its standard
 Without any effect the mean of z² over gates is (n - 1) / (n - 3) for n documents. A negative gradient asks for a
 positive gate, so the reported signs are those of the gate.
 
-Screened are all mixers with learned gates, the weight of each fourth earlier block in the stream, and each layer that
-runs twice. Mechanisms that start without a gate are left out. `gradients` refuses a model that has mechanisms, or whose
-family runs the layers of transformers. `screen_page.py` writes `screen.html` and `screen.json`.
+Screened are all mixers that can have learned gates, the weight of every fourth earlier block in the stream, and each
+layer run twice; no other mechanism. `gradients` refuses a model that has mechanisms, or whose family runs the layers of
+transformers. `screen_page.py` writes `screen.html` and `screen.json`.
 """
 
 from __future__ import annotations

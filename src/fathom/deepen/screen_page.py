@@ -1,7 +1,4 @@
-"""The output of `fathom deepen --screen`: a table, a page and JSON.
-
-`screen.py` computes the scores.
-"""
+"""The output of `fathom deepen --screen`: a table, a page and JSON."""
 
 from __future__ import annotations
 

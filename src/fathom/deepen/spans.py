@@ -8,7 +8,7 @@ it once.
 All spans are scored on a first set of documents. The best are scored again on other documents, because the best of many
 is biased on the documents that chose it.
 
-`search_page.py` writes `spans.html`. `evaluation/perplexity.py` reads the text.
+`search_page.py` writes `spans.html` and `spans.json`. `evaluation/perplexity.py` reads the text.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 compare the two.
 
 Each step is what its own command does, in a directory below `out`. A finished step is noted in `try.json` and not done
-again, and training resumes from its checkpoints. `heal.py` decides which gains the control has, and
-`evaluation/deepened.py` that differences below 0.005 do not count.
+again, and training resumes from its checkpoints. `heal.py` decides which gains the control has (`gains_of`), and
+`evaluation/deepened.py` which differences are too small to count (`NOISE`).
 """
 
 from __future__ import annotations

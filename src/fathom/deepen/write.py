@@ -1,7 +1,8 @@
-"""Add mechanisms to a pretrained model and write a checkpoint that computes the same function.
+"""Add mechanisms to a pretrained model and write a checkpoint, which computes the same function as the model if the
+mechanisms start switched off.
 
-`heal.py` makes the recipe that trains the new model further, its gates in a group of their own. `request.py` decides
-that added mechanisms start switched off (`blend: 0`), and `models/pretrained.py` warns if nothing switches them on.
+`request.py` switches off those whose declaration has `closed`. `heal.py` makes the recipe that opens them in training;
+`models/pretrained.py` (`set_step`) warns of a training that never opens them.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Deepened:
     deviation: float
     """The largest difference of a logit from the base model's, on a short text; 0 means bitwise equal."""
     exact: bool
-    """Whether the model starts as the base: the mechanisms are switched off, up to rounding."""
+    """Whether the model computes the same as the base, up to rounding, because the mechanisms are switched off."""
     tokenizer: bool
     """Whether the model has a tokenizer."""
     kept: Path | None = None

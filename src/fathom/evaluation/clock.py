@@ -1,6 +1,6 @@
 """A clock for work on a device.
 
-`experiments/timing.py` times the training steps of a comparison with it, in the order A B B A.
+It times training steps (`timing.py` and `budget.py` in `experiments`) and decoding (`deepened.py` and `caches/`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The effect of deepening: a base, the deepened model, and a control without the mechanism that had the same training.
 The difference to the control is the effect of the mechanism. The difference to the base includes the effect of the
-training. Intervals are over documents, not over seeds (`paired.py`). Texts are paired by document and tasks by item; a
-decoded token is timed on both models in turn.
+training. Texts are paired by document and tasks by item, and intervals are over these, not over seeds (`paired.py`). A
+decoded token is timed on the deepened model and the control in turn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """lm-eval on a loaded model, with lm-eval's prompts, metrics, tables and JSON unchanged.
 
-`tasks.py` finds the tasks, also those of `--include`, reads their documents, and decides which splits are scored and
-where few-shot examples come from. `paired.py` decides which metrics are means over items (`AGGREGATIONS`); others, such
-as F1 and BLEU, appear only in lm-eval's tables.
+`tasks.py` finds the tasks, also those of `--include`. With `--task-data` it reads their documents, and decides which
+splits are scored and where few-shot examples come from. `paired.py` decides which metrics are means over items
+(`aggregated`); others, such as BLEU, appear only in lm-eval's tables.
 """
 
 from __future__ import annotations

@@ -7,11 +7,10 @@ weights this is the ordinary paired t interval. Documents count as independent d
 and neither do items of one cluster, which are summed first. Below 20 documents or clusters there is no interval and no
 p-value. If a few of them decide the difference, because they are long or differ much more than the rest, it is marked.
 
-`report/statistics.py` has the intervals and Holm's adjustment. `results.py` prints a difference, with × for a ratio and
-an asterisk if it is significant, and `scores_page.py` the warning about few documents (`skewed`). `pairs.py`, which
-compares a base with a tuned model, has other statistical tests.
-
-`deepened.py` counts differences below 0.005 bits per byte as none. `rows` adjusts all differences as one family.
+`rows` adjusts all differences as one family. `report/statistics.py` has the intervals and Holm's adjustment.
+`results.py` formats a difference, with × for a ratio and an asterisk if it is significant, and `scores_page.py` warns
+of few documents (`skewed`). `deepened.py` counts differences below 0.005 bits per byte as none. `fathom evaluate tuned`
+judges by other tests (`pairs.py`).
 """
 
 from __future__ import annotations

@@ -3,12 +3,10 @@
 Questions are asked in two ways, as lm-eval scores them: by letter, with the choices listed in the prompt, and by the
 text of the choice, with no choices listed. A third run asks by letter with the choices in another order.
 
-This is `fathom evaluate tuned`. `pair_page.py` writes the report, `origin.py` finds the runs between both models, and
-`../report/statistics.py` computes intervals. Outside the package, `benchmarks/expert.py` makes questions from held-out
-documents, `recipes/expert/` has the runs of `make expert`, and `benchmarks/recompute.py` recomputes a report.
-
-`pair_page.py` also prints the table and writes `card.md`; `origin.py` also finds the corpus. `tasks.py` checks the
-fields of a question. `paired.py` serves `fathom evaluate`.
+This is `fathom evaluate tuned`. `pair_page.py` makes the page, the table and `card.md`, `origin.py` finds the runs
+between both models and the corpus, `tasks.py` checks the fields of a question, and `report/statistics.py` has the
+tests and intervals. Outside the package, `benchmarks/expert.py` makes questions from held-out documents,
+`recipes/expert/` has the recipes of `make expert`, and `benchmarks/recompute.py` recomputes a report.
 """
 
 from __future__ import annotations

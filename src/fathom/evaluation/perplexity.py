@@ -6,9 +6,9 @@ every token is predicted once, in the first window that reaches it. After the fi
 predicted from more than C - S tokens and at most C. With S = C windows do not overlap. No prediction crosses documents,
 and the end of a document is not predicted, because it has no bytes.
 
-`data/sources.py` reads the files. `scoring.py` chooses the default context and stride, and `paired.py` computes
-differences. Here a sample of windows is drawn for a model that reads text in Jacobi rounds; `training/gap.py` decodes
-it too.
+`data/sources.py` reads files of text, and `data/shards.py` prepared corpora. `scoring.py` chooses the default context,
+and `paired.py` computes differences. Here a sample of windows is drawn for a model that reads text in Jacobi rounds;
+`training/gap.py` decodes it too.
 """
 
 from __future__ import annotations
@@ -456,7 +456,8 @@ def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Passage]:
         ids = np.empty(end - start, np.int64)
         corpus.read(start, ids)
         size = corpus.bytes_before(end) - corpus.bytes_before(start)
-        # The last is EOS. Shards do not record the source document of pieces that `cut` left, so there is no cluster.
+        # The last token is EOS. There is no cluster: shards do not record which pieces `fathom corpus` cut from one
+        # document.
         documents.append(Passage(None, ids[:-1], size))
     return documents
 

@@ -1,6 +1,6 @@
 """The schema of `report.json` of `fathom evaluate`: for scores, and for a pair on a benchmark.
 
-`paired.py` computes the differences and marks them as `skewed`; `scores_page.py` has the notes on them.
+For scores, `paired.py` computes the differences and decides which are `skewed`. `pairs.py` makes the report on a pair.
 """
 
 from __future__ import annotations

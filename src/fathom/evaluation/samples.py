@@ -5,7 +5,7 @@ lm-eval writes `samples_TASK_DATE.jsonl`, a line for every question with its val
 are left out of all. How a metric adds up is not in these files, so a metric is shown only if a mean of its values, or
 the exponential of one, gives the number that lm-eval reported.
 
-`paired.py` computes intervals and corrections, as for `fathom evaluate`.
+`paired.py` computes intervals and corrected p-values, as for `fathom evaluate`.
 """
 
 from __future__ import annotations

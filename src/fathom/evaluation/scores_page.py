@@ -1,7 +1,7 @@
 """The page of `fathom evaluate --out`: every score, differences with their intervals, and the loss by context.
 
-`paired.py` computes the differences, and marks those that few documents decide (`skewed`). `results.py` prints one,
-with an asterisk or as a ratio. `perplexity.py` measures the loss by context.
+`paired.py` computes the differences, and marks those that few documents decide (`skewed`). `results.py` formats a
+difference, with an asterisk or as a ratio. `perplexity.py` measures the loss by context.
 """
 
 from __future__ import annotations

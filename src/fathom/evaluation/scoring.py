@@ -1,9 +1,9 @@
 """Score every checkpoint on every task and text, store the results, and print one table.
 
-`tasks.py` reads tasks and their documents, `harness.py` runs lm-eval and says which metrics are paired, `perplexity.py`
-reads texts and cuts them into windows, `paired.py` computes differences and intervals, `scores_page.py` makes tables
-and notes. `pairs.py` asks the questions of `fathom evaluate tuned`, each once. `training/gap.py` compares Jacobi rounds
-with decoding, `kvcache/policy.py` reads tasks through caches.
+`tasks.py` finds tasks and their documents, `harness.py` runs lm-eval and keeps the metrics that can be paired,
+`perplexity.py` reads texts and cuts them into windows, `paired.py` computes differences and intervals, and
+`scores_page.py` makes tables and notes. `training/gap.py` compares Jacobi rounds with decoding, and
+`kvcache/policy.py` puts a cache into a model while it reads tasks.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class EvaluationSettings(Opening):
 
     def texts(self) -> list[Domain]:
         """The texts that the setting `perplexity` names, by domain."""
-        # No separator, which divides a text file: here it is one document.
+        # No separator: it would divide a text file, which is one document here.
         reading = Reading(text_field=self.text_field, domain_field=self.domain_field)
         return read_domains(self.perplexity, reading, self.split, self.limit) if self.perplexity else []
 
@@ -362,7 +362,8 @@ def show(report: ScoresReport, out: Path | None = None) -> None:
 def _try_task(checkpoint: Checkpoint, name: str, settings: EvaluationSettings) -> None:
     """Score a task; if it fails, the error is recorded and the other tasks continue.
 
-    `failed` in the report keeps the reason, and `cli/evaluate.py` returns the exit code 1.
+    `failed` in the report keeps the reason, and the exit code of `cli/evaluate.py` and `cli/evaluate_deepened.py` is
+    then 1.
     """
     try:
         checkpoint.tasks[name] = _task(checkpoint, name, settings)

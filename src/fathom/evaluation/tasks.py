@@ -9,9 +9,8 @@ folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see d
 
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
 
-`harness.py` runs the tasks, and refuses few-shot prompts without a `train` split. `pairs.py` reads the questions of a
-`--benchmark` directory, and asks repeated ones once. lm-eval puts the space before a choice; `cloze` says so for
-answers.
+`harness.py` runs the tasks, and refuses few-shot prompts for which the folder has no examples. `pairs.py` reads the
+questions of a `--benchmark` directory.
 """
 
 from __future__ import annotations
@@ -288,8 +287,8 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _adapted(row: TaskRow) -> TaskRow:
-    """A document of a task, with its fields renamed to those that lm-eval's prompts read: HellaSwag's `gold`, BoolQ's
-    `answer` as true or false, and LongBench's `input`."""
+    """A document of a task with the fields that lm-eval's prompts read: HellaSwag's `gold` and BoolQ's true or false
+    `answer` become `label`, and LongBench's `input` becomes `question`."""
     if "label" not in row and "gold" in row:
         return {**row, "label": str(row["gold"])}
     if "label" not in row and isinstance(row.get("answer"), bool):

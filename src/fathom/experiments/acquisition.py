@@ -2,8 +2,8 @@
 solves a puzzle between two evaluations, or not at all, so only bounds of a ratio are known. Accuracy jumps, so means
 and normal intervals mislead: the intervals use counts and ranks.
 
-`tuning.py` chooses the learning rate on a puzzle, and counts losses below 0.01 nats as equal. `data/puzzles.py` makes
-the puzzles and reads their options.
+`tuning.py` finds the best learning rate on a puzzle, and has the bound below which losses count as equal (`LEARNED`).
+`data/puzzles.py` makes the puzzles and reads their options.
 """
 
 from __future__ import annotations

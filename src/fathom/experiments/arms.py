@@ -1,12 +1,8 @@
 """Arms of a comparison: recipes that differ only in their mechanism and the overrides written after it.
 
-`as_large` replaces `model.experts=as-large-as-ARM` by the number that gives as many parameters, without embedding and
-head, as that arm has; a difference above 5 % is refused. `rungs.py` calls it for ladders.
-
-`rungs.py` has the rules for arms of a ladder: `ladder.layers`, the `as-large-as-` controls, and no learning rate of
-their own. `compare_page.py` names the arms with steps of their own.
-
-`models/registry.py` (`parse_mechanism`) reads names that are joined by `+`.
+`as_large` replaces `as-large-as-ARM` by a number, also for ladders, and refuses a difference above 5 %. `rungs.py` has
+the other rules for arms of a ladder: `ladder.layers`, the `as-large-as-` controls, and no learning rate of an arm's
+own. `models/registry.py` (`parse_mechanism`) reads names that are joined by `+`.
 """
 
 from __future__ import annotations

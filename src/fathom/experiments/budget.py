@@ -1,7 +1,7 @@
 """The cost of a comparison or a ladder, and a ladder's expected precision: `--dry-run`.
 
-`arms.py` decides the steps of each arm under `--equal`. `paper.py` plans a paper's table. `simulation.py` predicts the
-intervals.
+`arms.py` decides the steps of each arm under `--equal`. `simulation.py` predicts a ladder's intervals. The dry run of a
+paper's table is in `paper.py`.
 """
 
 from __future__ import annotations

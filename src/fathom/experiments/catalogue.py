@@ -1,7 +1,7 @@
 """The table that `fathom mechanisms` prints: every registered mechanism, and its cost as `models/cost.py` computes
 it.
 
-The share is FLOPs over 2N, N the parameters. Bytes moved (`io_bytes`) are those of an implementation without fusion.
+The share is the added FLOPs over 2N, where N is the number of parameters without mechanisms.
 """
 
 from __future__ import annotations

@@ -9,12 +9,10 @@
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
 `timing.measure` counts the tensors for which that holds, and the report prints the count.
 
-`differences.plan_changed` decides whether a report is exploratory; such a report calls no difference significant.
-`plan.py` refuses a directory with runs of another recipe, and `budget.py` is the dry run. `arms.py` makes the arms'
-recipes, with equal budgets and `as-large-as-` numbers, and decides what an arm may override. `schedule.py` runs the
-tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over. `training/heldout.py` scores all
-models on the same tokens, `timing.py` measures, and `differences.py` computes the report and its verdict;
-`report/statistics.py` decides what is significant.
+`plan.py` refuses a directory with runs of another recipe. `arms.py` decides each arm's steps and what it may
+override. `schedule.py` runs the tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over.
+`training/heldout.py` scores all models on the same tokens. `differences.py` computes the report and its verdict, and
+decides whether the report is exploratory (`plan_changed`); `report/statistics.py` decides what is significant.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     interaction=m_loop - m_once - d_loop + d_once
 
 The weights of a contrast sum to zero, so adding a constant to all losses does not change it. Its p-value is corrected
-with the others: by `differences.py` in a comparison, and by `multipliers.py` in a ladder, which tests contrasts at the
-largest size (`summarize`). Both decide whether a report is exploratory.
+with the others: by `differences.py` in a comparison, and by `multipliers.py` in a ladder, at the largest size. Both
+files decide whether a report is exploratory.
 """
 
 from __future__ import annotations

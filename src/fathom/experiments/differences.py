@@ -2,12 +2,11 @@
 
 `plan_changed` decides whether the report is exploratory; an exploratory report calls no difference significant.
 
-`report/statistics.py` decides when a difference is significant, and when it has no p-value. `training/heldout.py`
-measures losses, iterations per token and their rank correlation, and `training/gap.py` the gap of Jacobi rounds.
-`timing.py` measures costs; `models/cost.py` calculates parameters and FLOPs.
+`compare_runs` decides which differences are one family: those of the final loss, and contrasts. `report/statistics.py`
+adjusts them, and decides when a difference is significant and when it has no p-value.
 
-All tests of a report are one family (`compare_runs`), adjusted by `report/statistics.py`, which also has Student's t
-and Fieller's interval (`paired_ratio`) for `uniform_depth`'s share of `depth_attention`'s gain (`share_of_gain`).
+`training/heldout.py` measures losses, iterations per token and their rank correlation, and `training/gap.py` the gap of
+Jacobi rounds. `timing.py` measures costs; `models/cost.py` calculates parameters, FLOPs and the cache.
 """
 
 from __future__ import annotations

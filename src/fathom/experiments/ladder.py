@@ -11,10 +11,10 @@ out/check/ARM/lr+1/seed-0/          half and twice the learning rate at the larg
 out/claims/                         which process does which task outside the rungs
 out/report.json, .html, runs.jsonl  written from the above alone
 
-`rungs.py` decides the recipes, the seeds and the `as-large-as-` controls. `stages.py` decides the next runs and how far
-a law is extrapolated, and makes and seals the prediction; `multipliers.py` decides what the report claims.
-`ladder_page.py` writes `report.json` and `runs.jsonl`. `tuning.py` finds the best learning rate, `trips.py` estimates
-φ, `acquisition.py` judges puzzles, `budget.py` is the dry run, `task_claims.py` decides when a worker takes over.
+`rungs.py` decides the recipes, the seeds and the `as-large-as-` controls. `stages.py` decides the next runs, and makes
+and seals the prediction; `tuning.py` finds the best learning rate. `multipliers.py` decides what the report claims,
+`acquisition.py` judges puzzles, and `ladder_page.py` writes the report's files. `task_claims.py` decides when a worker
+takes over.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A ladder's numbers as tables in the terminal and as a page.
 
-`multipliers.py` computes the numbers and the verdict, and `acquisition.py` those of a puzzle.
+`multipliers.py` computes the numbers and the verdict, with `acquisition.py` for a puzzle.
 """
 
 from __future__ import annotations

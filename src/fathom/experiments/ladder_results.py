@@ -1,6 +1,6 @@
 """The schema of a ladder's `report.json`, `prediction.json` and dry run.
 
-`ladder_page.py` writes the files, `runs.jsonl` among them.
+`ladder_page.py` writes `report.json`, and `stages.py` writes `prediction.json` (`State.seal`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The `ladder` section of a ladder's YAML file. It does not import torch, so that `--help` stays fast.
 
-`rungs.py` applies these rules, and reads an arm's `ladder.layers`. `multipliers.py` decides what a report may claim or
-extrapolate. `trips.py` estimates φ.
+`rungs.py` applies the rules on sizes, tokens, batches and controls, and reads an arm's `ladder.layers`. `stages.py`
+applies those on tuning, the seed control, the seal and the check. `multipliers.py` decides what a report may claim or
+extrapolate.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Computes the numbers and the verdict of a ladder from its runs.
 
-`scaling.py` estimates the multiplier and `trips.py` φ. `acquisition.py` judges puzzles: runs that solved them, and the
-verdict. `stages.py` makes the prediction and the runs at half and twice the learning rate. `contrasts.py` computes
-contrasts.
+`scaling.py` estimates the multiplier and `trips.py` φ. `acquisition.py` judges puzzles. `stages.py` makes the
+prediction and the runs at half and twice the learning rate.
 
-If some seeds came after results, nothing counts as significant; otherwise all tests of a report are one family, which
-`report/statistics.py` adjusts. If the intervals of the two estimators of `scaling.py` do not overlap by half (`agree`),
-the verdict gives both.
+If seeds were added after results, no multiplier, difference or contrast counts as significant; otherwise their tests
+are one family, which `report/statistics.py` adjusts. The tests of a puzzle are apart. If the intervals of the two
+estimators of `scaling.py` do not overlap by half (`agree`), the verdict gives both.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ numbers. For example:
       full: {sizes: {500m: {recipe: 500m, parameters: 498165888}}}
 
 `fathom compare papers/NAME/TABLE` makes every arm of every size of a tier and prints the table (`make_table` in
-`paper_table.py`). There a size is an ordinary comparison in a directory of its own, so it resumes, and other machines
-may join.
+`paper_table.py`). Each size is an ordinary comparison in a directory of its own, so it resumes, and other machines may
+join.
 
-`planned` computes the dry run, and `cli/paper.py` fails if it differs from the paper. A table's data, published
-numbers and unpublished settings are in its file. `checkpoints/families` opens the papers' released models.
+`planned` computes the dry run, and `cli/paper.py` ends with exit code 1 if the control differs from what the paper
+says. The folder `checkpoints/families` opens the papers' released models.
 """
 
 from __future__ import annotations

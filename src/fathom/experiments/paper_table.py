@@ -7,8 +7,8 @@ output directory holds:
 
 Two arms whose every training step has the same loss are one model: then an arm's mechanism is off, and the table fails.
 
-`paper.py` has the published numbers and the dry run, `evaluation/scoring.py` scores the tasks, and `cli/paper.py` sets
-the exit code.
+`paper.py` reads the published numbers from the table's YAML file and computes the dry run. `evaluation/scoring.py`
+scores the tasks. `cli/paper.py` sets the exit code.
 """
 
 from __future__ import annotations

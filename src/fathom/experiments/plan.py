@@ -1,9 +1,8 @@
 """A comparison as data: the plan, its tasks, and which of them are done.
 
-`differences.plan_changed` decides whether a report is exploratory, as after a change of seeds or contrasts that
-follows results. `arms.py` decides the budget and what an arm may override. More arms or seeds are allowed, since
-`check_runs` compares only the recipes of runs. A paper's table makes its plans in `paper.py`; `cli/paper.py` prints
-its dry run, which needs no data.
+`differences.plan_changed` decides whether a report is exploratory, as after a change of seeds or contrasts that follows
+results. `arms.py` decides each arm's steps and what it may override. More arms or seeds are allowed, since `check_runs`
+compares only the recipes of runs. The plans of a paper's table are made in `paper.py`.
 """
 
 from __future__ import annotations

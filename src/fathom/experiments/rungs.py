@@ -1,7 +1,7 @@
 """The plan of a ladder: its model sizes by one rule, and the recipe of an arm at a size and learning rate.
 
-`ladder_rules.py` has the keys and their defaults. `stages.py` decides an arm's learning rate, `arms.py` a value
-`as-large-as-ARM`, and `multipliers.py` what a report with added seeds may claim.
+`ladder_rules.py` has the keys and their defaults. `stages.py` decides an arm's learning rate, and `arms.py` the number
+for `as-large-as-ARM`. `multipliers.py` decides what a report with added seeds may claim.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ Losses are in nats; x is the natural logarithm of training FLOPs. Results depend
 
 Loop iterations have a law of their own, with the exponent φ: `trips.py`.
 
-`multipliers.py` writes the verdict: it decides what is significant, and which predictions are withheld. `simulation.py`
-simulates ladders whose true M is known.
+`multipliers.py` writes the verdict: it decides what is significant, and which extrapolations are withheld.
+`simulation.py` simulates ladders whose true M is known.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 task is a training run or a measurement; the next tasks are a function of the directory. Claims are in `claims/` of the
 task's directory (task_claims.py), so that a ladder and a comparison see the same claims.
 
-`Task.run` writes `failed.json` if a run diverges. `corpus/remote.py` starts workers on Slurm or Ray. `compare.py`
-trains with all ranks of torchrun, and `differences.py` leaves failed runs out of a report.
+`Task.run` writes `failed.json` if a run diverges; `differences.py` leaves such runs out of a comparison's report, and
+`stages.py` (`finite_losses`) out of a ladder's losses. `corpus/remote.py` starts workers on Slurm or Ray. `compare.py`
+makes all ranks of torchrun take the same tasks.
 """
 
 from __future__ import annotations

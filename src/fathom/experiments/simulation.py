@@ -1,7 +1,6 @@
 """Simulated ladders: to test that the estimator recovers the truth, and to predict the precision of a plan.
 
-`benchmarks/ladder_simulation.py` counts how often intervals of such ladders hold the true M, and
-`benchmarks/verdict.py` the false alarms of comparisons.
+`benchmarks/ladder_simulation.py` counts how often intervals of such ladders hold the true M.
 """
 
 from __future__ import annotations

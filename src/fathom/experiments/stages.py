@@ -6,7 +6,7 @@ seal    the last rung predicted, its hash kept
 last    the last rung
 check   half and twice the learning rate at the largest size
 
-`ladder.py` runs the stages, `rungs.py` has their recipes, `tuning.py` finds the best learning rate, and
+`ladder.py` runs the stages, `rungs.py` makes their recipes, `tuning.py` finds the best learning rate, and
 `multipliers.py` compares the prediction with the result.
 """
 

@@ -4,7 +4,7 @@ with one thread the clock is that thread's CPU time.
 
 `plan.py` decides whether a measurement is made again (`read_measured`): if more rounds are planned, or if a recipe
 differs in more than the choice of data, tracking, checkpoints, export and logging. `evaluation/clock.py` decides
-between CPU time and wall time, and `models/cost.py` calculates parameters and FLOPs.
+between CPU time and wall time.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ N_once and N_rec are the parameters outside and inside of the loop, counted once
 cell: they share batches and shape, and therefore a deviation from the law. With a single token budget φ is not
 identified.
 
-`multipliers.py` chooses the models (`_phi`). Iterations per token and halting, as a comparison reports them, are
-measured by `training/heldout.py` and drawn by `compare_page.py`.
+`multipliers.py` chooses the models (`_phi`). The iterations per token in a comparison's report are measured by
+`training/heldout.py`.
 """
 
 from __future__ import annotations

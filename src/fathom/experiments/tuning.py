@@ -4,8 +4,8 @@ learning rate, with its uncertainty.
 A learning rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which
 brackets an optimum like any other; the parabola uses only the places on the best one's side.
 
-`rungs.py` scales the learning rate with tokens, width and batch (`Ladder.rule`), and refuses arms with one of their
-own. `stages.py` runs the search and decides each arm's ratio to the control.
+`rungs.py` scales the learning rate with tokens, width and batch (`Ladder.rule`), and refuses arms with a learning rate
+of their own. `stages.py` decides which runs the search needs, and each arm's ratio to the control.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The `finish_reason` is `tool_calls` if the answer ends with complete calls, and `stop` if a stop string cut them.
 
-`usage_of` counts tokens, those of the reasoning and of the prefix cache among them. `server.py` sends streams, and ends
-one that fails with an error object and `[DONE]`; `responses.py` does both for the Responses API. `api.py` formats
-errors, `texts.py` ends a text at a stop string, and `thoughts.py` and `tools.py` find reasoning and calls.
+`usage_of` reports token counts, those of the reasoning and of the prefix cache among them. `server.py` sends streams,
+and ends one that fails with an error object and `[DONE]`; the Responses API has a failure event (`responses.py`).
+`texts.py` ends a text at a stop string, and `thoughts.py` and `tools.py` find reasoning and calls.
 """
 
 from __future__ import annotations

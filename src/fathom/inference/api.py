@@ -1,9 +1,9 @@
 """Request bodies and errors in OpenAI's format. Unsupported fields are rejected by name.
 
-`server.py` checks what depends on the model, such as `max_trips` (`Service.trips`). `Strict` in `api_structure.py`
-rejects unknown fields; `Body` lists those that are ignored because they change no text. `api_responses.py` reads
+`Strict` in `api_structure.py` rejects unknown fields; `Body` lists those that are ignored because they change no text.
+`server.py` checks `max_trips` (`Service.trips`), the model's name and the context length. `api_responses.py` reads
 requests of the Responses API. `shape.py` names the field of a schema or grammar that cannot be followed. `gate.py`
-refuses bodies that are too large, `engine.py` requests that find no room, and `server.py` ends streams that fail.
+refuses bodies that are too large, and `engine.py` requests that do not fit in memory or come when too many wait.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def _invalid(first: dict) -> ApiError:
 
 
 class Message(BaseModel):
-    """One message of a conversation. Unknown fields, such as `cache_control`, are ignored: nothing forbids them."""
+    """One message of a conversation. Unknown fields, such as `cache_control`, are ignored, since it is not `Strict`."""
 
     model_config = ConfigDict(strict=True)
     role: str

@@ -2,7 +2,8 @@
 
 The server keeps no answers, so a request holds its whole conversation. Tools are the client's own functions.
 
-`responses.py` writes the answer and the events of its stream. `api.py` reads the fields that chats have too.
+`responses.py` writes the answer and the events of its stream. `api.py` has the fields that completions and chats share
+(`Body`), and the rules of a chat (`ChatBody`).
 """
 
 from __future__ import annotations

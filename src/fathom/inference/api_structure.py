@@ -1,8 +1,8 @@
 """Request fields that constrain an answer: JSON schemas, patterns, grammars and tools.
 
 `shape.py` chooses the grammar of a request, and names the field of one that is refused. `grammar.py` writes grammars,
-with the white space between parts of JSON, and `tools.py` those of calls. `structure.py` computes which tokens may come
-next. `api.py` reads `tool_choice`, and `api_responses.py` refuses tools that OpenAI runs.
+and `tools.py` those of calls. `structure.py` computes which tokens may come next. `api.py` decides what `tool_choice`
+allows (`ChatBody`), and `api_responses.py` refuses OpenAI's own tools in a request of the Responses API.
 """
 
 from __future__ import annotations

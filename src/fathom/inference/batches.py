@@ -15,8 +15,8 @@ cache depends on the model:
 
 `engine.py` decides whether each row is attended to by itself (`by_rows.py`): 8-bit weights need it to get the same
 tokens. It also decides how many sequences run at a time, whether a prompt waits for memory, which short prompts are
-read together, and which requests end after a failure. `may_chunk` here decides that `ponder2` and `ponder3` read a
-whole prompt at once, and `keeps_prefixes` that caches of constant size (`--kvcache`) do not use the prefix cache.
+read together, and which requests end after a failure. `may_chunk` here decides which models read a whole prompt at
+once, and `keeps_prefixes` that a `LoneBatch`, such as one with `--kvcache`, does not use the prefix cache.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The default of `--cache-memory`: the bytes that the keys and values of all sequences may take.
 
-Whether a prompt waits for room is decided in `engine.py`. `launch.py` decides the default of `--prefix-memory`, for the
-cache that `prefixes.py` keeps.
+Whether a prompt waits for room is decided in `engine.py`. `launch.py` decides the default of `--prefix-memory`, a
+quarter of `--cache-memory`.
 """
 
 from __future__ import annotations

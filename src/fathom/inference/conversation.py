@@ -1,7 +1,7 @@
 """An interactive conversation with a model, line by line.
 
-`prompt.py` turns the messages into tokens, needs a chat template for it, and decides whether their control tokens
-become plain text. `cli/chat.py` reads the lines of a terminal or of standard input.
+`prompt.py` turns the messages into tokens, for which it needs a chat template, and decides whether their control tokens
+become plain text. `cli/chat.py` reads the lines from standard input.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ token is the one that would be chosen without them, and those behind the first w
 decide how long a text takes. Which kind pays is measured: the seconds of a step, and in each text the share of guesses
 that were right. A text in which drafts lose pauses them, and longer each time.
 
-`batches.py` makes and checks drafts, and `Choice.settled` in `sampling.py` accepts them. `models/trips/speculation.py`
-drafts for `generate`.
+Drafts by lookup are made here, those of the first iterations in `batches.py`, which checks both kinds. `Choice.settled`
+in `sampling.py` accepts them. `models/trips/speculation.py` drafts for `fathom generate`.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ can, and making one token for every row. A prompt is admitted when the cache of 
 longest may become, fits into the budget, so no text that runs is stopped for another. A request that can never fit is
 refused. Nothing here knows text or HTTP.
 
-An idle engine holds no cache. If one batch fails, only its requests end (`_guarded`). If the thread itself fails, all
-requests end, `server.py` answers 503, and `launch.py` ends the process. At most `ROWS` sequences run at a time.
-`schedule.py` decides which prompt is read next, `drafting.py` whether to draft, `sampling.py` which token follows,
-`prefixes.py` what later prompts reuse, and `batches.py` how caches grow and which models read a prompt at once.
+An idle engine holds no cache but the prefix cache. If one batch fails, only its requests end (`_guarded`). If the
+thread itself fails, all requests end, `server.py` answers 503, and `launch.py` ends the process.
+`schedule.py` decides which prompt is read next and how much of it, `drafting.py` whether to draft, `sampling.py` which
+token follows, `prefixes.py` what later prompts reuse, and `batches.py` which models read a whole prompt at once.
 """
 
 from __future__ import annotations
@@ -671,7 +671,7 @@ class Engine:
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The log-probabilities of the prompt tokens that a chunk's logits `[T, V]` predict. The first token is not
-        predicted. The prompt was read into a cache, by `ponder2` and `ponder3` with the Jacobi rounds of prefill."""
+        predicted. The logits are those of prefill: with `ponder2` and `ponder3`, by default, of Jacobi rounds."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
         found = likeliest(logits[: len(after)], after, job.logprobs or 0)

@@ -1,9 +1,9 @@
 """The server's outermost layer: API key, host names, limits on size and time of requests, and disconnects.
 
 `launch.py` decides which host names are allowed, and warns if a server without a key is reachable from other machines.
-`server.py` has `--allow-origin` (CORS), `--deadline`, `/health` and `/ready`, and cancels the sequences of clients that
-leave. `access_log.py` writes the log and `x-request-id`, `cli/serve.py` reads `FATHOM_API_KEY`, and `tokenising.py` and
-`engine.py` refuse requests when too many wait.
+`server.py` sets the limit of a body (`build_app`), has `--allow-origin` (CORS) and `--deadline`, and cancels the
+sequences of clients that leave. `access_log.py` writes the log, `cli/serve.py` reads `FATHOM_API_KEY`, and
+`tokenising.py` and `engine.py` refuse requests when too many wait.
 """
 
 from __future__ import annotations

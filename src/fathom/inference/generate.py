@@ -1,9 +1,8 @@
 """Generate text with a trained model: complete, streamed, or for several prompts at once.
 
-`settings.py` decides how tokens are drawn, when a text ends, what `--compile` reserves, and which settings would
-mistake padding for text, so that their prompts run separately. `prompt_file.py` forms the batches of a file and
-resumes; `prompt.py` reads an empty prompt as the beginning of a document; `processing.py` streams words. Drafts are
-made by `models/trips/speculation.py`. `sampling.py` draws the tokens of `fathom serve` alone.
+`_runs_with` decides which prompts of a batch run separately. `settings.py` decides how tokens are drawn, when a text
+ends, and which settings would mistake padding for text. `prompt_file.py` forms the batches of a file and resumes, and
+`models/trips/speculation.py` makes drafts. Tokens are drawn by transformers; `sampling.py` is for `fathom serve`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """`fathom serve` from start to end: bind a port, open the model, and serve until told to stop.
 
-It decides which host names the server answers to, warns of a server without a key, gives running requests `--grace`
-seconds after SIGTERM, and ends with exit code 1 if the engine fails. `server.py` has the routes, `/health` among them,
-and `gate.py` the checks of keys and hosts; `engine.py` says which failures end only their own requests.
-`checkpoints/open.py` opens the model, and `checkpoints/check.py` refuses directories before.
+This file decides which host names the server answers to, warns of a server without a key, gives running requests
+`--grace` seconds after SIGTERM, and ends with exit code 1 if the engine fails. `server.py` has the routes, `/health`
+among them, and `gate.py` the checks of keys and hosts; `engine.py` decides which failures end only their own requests.
+`checkpoints/open.py` opens the model.
 """
 
 from __future__ import annotations

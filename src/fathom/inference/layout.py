@@ -2,8 +2,8 @@
 
 Packing takes between 0.6 and 1.2 of the time, by processor and number of threads, and eight bits between 0.3 and 1.7.
 
-`packed.py` packs layers, and says which. `checkpoints/int8.py` stores them in eight bits, and `huge_pages.py` moves
-them after the start. `server.py` shows the choice in `/health`, and `launch.py` in the log.
+`packed.py` packs layers, and decides which can be packed. `checkpoints/int8.py` stores layers in eight bits, and
+`huge_pages.py` moves both kinds to huge pages. `server.py` shows the choice in `/health`, and `launch.py` in the log.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Records how an output file of answers was made: the model, its tokenizer and the settings, kept next to it in
 `OUT.settings.json`.
 
-`prompt_file.py` resumes an output file if `keep_record` here finds no difference. The batch size counts only if tokens
-are drawn.
+`prompt_file.py` resumes an output file if `keep_record` here finds no difference.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`GET /metrics`: what the engine counted, in the format of Prometheus.
 
-`server.py` has the other routes. `answers.py` counts the tokens of one answer (`usage`).
+`server.py` has the route. `answers.py` reports the tokens of one answer (`usage_of`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The chat page at `/`, with a view of each token: one HTML file that loads nothing else.
 
-`talk/talk.js` is the page itself: it chats, colours tokens, writes out control characters, and shows what was likely at
-a token. `lens/live.py` computes the prediction after every layer (`--lens`), and limits how long a text may be.
-`gate.py` makes a browser ask for the key as a password.
+`talk/talk.html.j2` is the page, and `talk/talk.js` its script: it chats, colours tokens, writes out control characters,
+and shows what was likely at a token. `lens/live.py` answers what each layer predicts there (`--lens`), and limits the
+tokens before it. `gate.py` makes a browser ask for the key as a password.
 """
 
 from __future__ import annotations

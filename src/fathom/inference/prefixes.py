@@ -5,10 +5,9 @@ cut into chunks: the kernels of a matrix product depend on how many tokens it ha
 last bits from reading the same chunks anew. If two prompts diverge within a chunk, the second is split at that
 position, and a third can use it. The logits after a prompt are kept too, so a repeated prompt is not read at all.
 
-`engine.py` decides which prompts use the cache: none with `echo` and `logprobs`, or with `return_trips`. Prompts share
-entries only if their `cache_salt` is the same. Batches without `keeps_prefixes` (`batches.py`), as with `--kvcache`, do
-not use it either. `launch.py` sets its size (`--prefix-memory`). `answers.py` reports reused tokens as `cached_tokens`,
-and `metrics.py` counts them.
+`engine.py` decides which prompts use the cache: none with `echo` and `logprobs`, or with `return_trips`, or in a batch
+without `keeps_prefixes` (`batches.py`), as with `--kvcache`. Prompts share entries only if their `cache_salt` and their
+maximum number of iterations are the same (`Job.kind`). `launch.py` sets the cache's size (`--prefix-memory`).
 """
 
 from __future__ import annotations

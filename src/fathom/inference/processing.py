@@ -1,6 +1,6 @@
 """Additions to transformers' `generate`: checks of logits, stop strings, and streamed words.
 
-`generate.py` calls it. A prompt without finite logits gets an `error` in a file of prompts (`prompt_file.py`).
+In a file of prompts, one without finite logits gets an `error` (`generate_each` in `generate.py`).
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Only the chat template writes control tokens (special tokens such as `<|im_end|>
 set: `control.py` makes those in messages plain text. An empty prompt starts a new document. The prompt of a completion
 may contain special tokens.
 
-`api.py` decides what a request may hold: its prompts, at most 4,096 messages, the arguments of earlier tool calls.
-`server.py` refuses tools and calls that the template does not write. `tokenising.py` has the threads that do this work,
-and `texts.py` turns tokens into text again.
+`api.py` decides what a request may hold, such as at most 4,096 messages. `server.py` refuses tools and earlier calls if
+the template writes none. `tokenising.py` has the server's threads for this work.
 """
 
 from __future__ import annotations

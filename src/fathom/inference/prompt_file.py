@@ -1,8 +1,7 @@
 """Generates answers to a file of prompts; an interrupted run resumes.
 
-`made_by.py` keeps the model and the settings in `OUT.settings.json`, and refuses to continue with others. `generate.py`
-pads a batch on the left, halves it if memory runs out, and decides which prompts run separately. `prompt.py` reads
-messages. `cli/generate.py` sets the exit code.
+`made_by.py` records the model and the settings, and refuses to continue with others. `generate.py` pads a batch on the
+left, halves it if memory runs out, and decides which prompts run separately. `cli/generate.py` sets the exit code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A generated text as an answer of OpenAI's Responses API: complete, or as the events of a stream.
 
-`api_responses.py` reads the request, and `answers.py` counts tokens.
+`api_responses.py` reads the request, and `answers.py` has the token counts and log-probabilities.
 """
 
 from __future__ import annotations

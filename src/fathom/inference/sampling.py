@@ -4,8 +4,8 @@ The noise of a draw belongs to (seed, choice, position), see `draws.py`. So a te
 generated next to it, nor on how many requests the server has answered. A draft is drawn with the noise of the token
 that it foretells, which makes it right more often, and a text does not depend on what was drafted.
 
-`engine.py` ends a text at its end tokens and its number of tokens, `texts.py` at its stop strings. `structure.py` masks
-tokens that a grammar forbids. `api.py` reads a request's settings, and `launch.py` warns of those in
+`engine.py` ends a text at its end tokens and its number of tokens, `texts.py` at its stop strings. `structure.py`
+computes which tokens a grammar allows. `api.py` reads a request's settings, and `launch.py` warns of those in
 `generation_config.json` that are not supported here (`Choice.left_out`).
 """
 

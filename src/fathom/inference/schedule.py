@@ -7,9 +7,9 @@ two steps, however long others have waited; they have the rest of that turn. So 
 further texts of a request let other requests go first. Everything is counted in tokens, not in seconds; only the size
 of a chunk, and how many texts of one request run at a time, follow from the time that the latest ones took.
 
-`engine.py` decides whether there is room for a prompt, how many sequences run at a time, and which short prompts are
-read together; `may_chunk` in `batches.py`, which models read a whole prompt at once; `tokenising.py`, the order before
-a prompt has tokens.
+`engine.py` decides whether there is room for a prompt, how many sequences run at a time in all, and which short prompts
+are read together. `may_chunk` in `batches.py` decides which models read a whole prompt at once, and `tokenising.py`
+which texts are tokenised first.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@ A request is checked (`api.py`), becomes one job for each of its texts (`engine.
 come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
 another, so a slow client holds up no other.
 
-Here are the routes, `--allow-origin`, `--deadline`, what `reasoning_effort` means (`Service.trips`), which answers have
-reasoning (`Service._text`) and how a stream ends. `launch.py` decides what happens at the start, on SIGTERM and after a
-failure of the engine. `gate.py` checks keys, host names, sizes and slow clients; `access_log.py` gives every answer its
-`x-request-id`. `api.py` and `api_responses.py` read the fields of requests, `prompt.py` and `tools.py` conversations,
-`tokenising.py` has the threads, `prefixes.py` the prefix cache, `page.py` the chat page, and `checkpoints/check.py`
-refuses directories.
+Here are the routes (those of the lens are in `lens/live.py`), `--allow-origin`, `--deadline`, what `reasoning_effort`
+means (`Service.trips`), and which answers have reasoning (`Service._text`). `launch.py` decides what happens at the
+start, on SIGTERM and after a failure of the engine. `access_log.py` gives every answer its `x-request-id`.
+`api_responses.py` reads requests of the Responses API, and `responses.py` writes their answers and streams. `prompt.py`
+turns conversations into tokens, and `tokenising.py` has the threads for it.
 """
 
 from __future__ import annotations

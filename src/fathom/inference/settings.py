@@ -1,7 +1,8 @@
 """Combines the sampling settings of `fathom generate` with the checkpoint's own, in transformers' form.
 
 Settings of `generation_config.json` that the server does not support are listed in `sampling.py`; `launch.py` warns of
-them. `checkpoints/special_tokens.py` decides which EOS tokens end a text, and `kvcache/policy.py` which cache is used.
+them. `checkpoints/special_tokens.py` decides which EOS tokens end a text by default, and `kvcache/policy.py` which
+cache `--kvcache` means.
 """
 
 from __future__ import annotations

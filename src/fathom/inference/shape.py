@@ -2,8 +2,8 @@
 text.
 
 `api_structure.py` reads the fields, `tools.py` detects how a chat template writes calls, `structure.py` follows a
-grammar, and `trial.py` limits its compilation. `server.py` leaves out reasoning where the grammar has no room for it
-(`Wanted.whole`): under a schema, or if a tool must be called.
+grammar, and `trial.py` limits its compilation. `server.py` expects no reasoning where the grammar has no room for it
+(`Wanted.whole`): if the text itself is constrained, or if a tool must be called.
 """
 
 from __future__ import annotations

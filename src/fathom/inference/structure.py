@@ -4,9 +4,9 @@ A `Constraint` is a function of the tokens that were made, as a `Choice` is: dra
 of a batch, leave nothing behind in it.
 
 `api_structure.py` reads the fields of a request, such as `response_format` and `disable_any_whitespace`. `shape.py`
-chooses the grammar, `grammar.py` writes it and lets the model tokenise forced text, and `trial.py` limits how long it
-may take to compile; `FREE` and `EACH` here limit how long a request may take to find the allowed tokens. `engine.py`
-ends an answer whose grammar is too complex (`grammar_too_complex`).
+chooses the grammar, `grammar.py` writes it and lets the model tokenise forced text, and `trial.py` limits the time and
+memory of compiling it; `FREE` and `EACH` here limit the time that a request may spend on finding the allowed tokens.
+`engine.py` ends an answer whose grammar is too complex (`grammar_too_complex`).
 """
 
 from __future__ import annotations

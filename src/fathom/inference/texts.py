@@ -1,8 +1,8 @@
 """Turns tokens into text while they are generated: whole characters, up to a stop string, with or without the
 prompt.
 
-`server.py` decides what a text continues: a completion continues its prompt, so its leading space is kept.
-`thoughts.py` separates reasoning from the text, `tools.py` calls, and `answers.py` decides the `finish_reason`.
+`server.py` and `generate.py` decide what a text continues: a completion continues its prompt, so its leading space is
+kept. `thoughts.py` separates reasoning from the text, and `tools.py` separates calls.
 """
 
 from __future__ import annotations

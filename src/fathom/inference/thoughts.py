@@ -1,8 +1,8 @@
 """Separates the reasoning that a model marks at the beginning of an answer, as `<think>…</think>`, from the answer.
 
-`server.py` decides which answers may have reasoning: chats, but not under a schema or if a tool must be called. It also
-turns `reasoning_effort` into loop iterations (`Service.trips`). `answers.py` and `responses.py` return the reasoning,
-and count its tokens as `reasoning_tokens`. `api.py` lets earlier messages hold it (`reasoning_content`).
+`server.py` decides which answers may have reasoning: chats, unless a grammar leaves no room for it (`Wanted.whole` in
+`shape.py`). `answers.py` and `responses.py` return the reasoning, and report its tokens as `reasoning_tokens`. `api.py`
+lets earlier messages of a chat hold it (`reasoning_content`).
 """
 
 from __future__ import annotations

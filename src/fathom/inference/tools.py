@@ -5,9 +5,9 @@ A template is asked: it renders a conversation with a call of a made-up tool, an
 the notation. That covers `<tool_call>` of Hermes and Qwen, and the bare JSON of Llama 3. Answers are held to the
 notation and to each tool's schema, so reading them back cannot fail but where an answer is cut off.
 
-`answers.py` puts calls into an answer, and decides whether `finish_reason` is `tool_calls`. `api.py` reads
-`tool_choice` and the arguments of earlier calls, and `server.py` refuses these if the template does not write them.
-`api_responses.py` refuses tools that OpenAI runs.
+`answers.py` puts calls into an answer, and decides whether `finish_reason` is `tool_calls`; the Responses API has
+`responses.py` for it. `api.py` decides what `tool_choice` allows, and reads the arguments of earlier calls; `server.py`
+refuses earlier calls if the template writes none.
 """
 
 from __future__ import annotations

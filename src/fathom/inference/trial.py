@@ -3,8 +3,8 @@
 A helper process holds the vocabulary. It forks for each grammar, and the fork has a limit of processor time and of
 memory: sixty short patterns in one `allOf` would otherwise keep a core busy for minutes.
 
-Where the system has no forks (Windows), nothing is limited: see `possible`. `structure.py` limits the time of following
-a grammar, and `shape.py` names the request's field of one that is refused.
+Where the system has no forks (Windows), neither time nor memory is limited: see `possible`. `structure.py` limits the
+time of following a grammar, and `shape.py` names the request's field of one that is refused.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ each iteration.
 This file is imported by vLLM, by the name that `vllm_plugin.py` registers; the module needs vLLM.
 
 `models/trips/engines.py` decides which recurrences an inference engine runs, and refuses the others.
-`models/configuration.py` says how layers are split for tensor parallelism, and holds `max_trips`, the number of
-iterations that an engine makes (`served_trips` in `models/modeling.py`). Compressed caches (`kvcache/`) are not used.
+`models/configuration.py` says how layers are split for tensor parallelism (`_tensor_parallel_plan`). `served_trips` in
+`models/modeling.py` is the number of iterations that an engine makes. Compressed caches (`kvcache/`) are not used.
 """
 
 from __future__ import annotations

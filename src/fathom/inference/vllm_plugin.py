@@ -6,8 +6,8 @@ compatible, and opens it with `AutoModel.from_config`. A model of several trips 
 (`vllm_model.py`); one that needs slots refuses to run there (`models/trips/engines.py`). Nothing of vLLM is imported
 here.
 
-`vllm_model.py` refuses pipeline parallelism. Without this plugin, vLLM and SGLang run the code of an export
-(`checkpoints/export.py`), in which `models/trips/engines.py` refuses models of several iterations.
+`vllm_model.py` refuses pipeline parallelism. Without this plugin, vLLM runs the code that an export contains
+(`checkpoints/export.py`), as SGLang does, and `models/trips/engines.py` in it refuses models of several iterations.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ is a default: a recipe names them (`train.kernels`), or `--kernels` of `generate
 
 `models/axes/replaceable.py` chooses between a kernel and the reference: double precision and exports that are opened
 without Fathom use the reference. Ours are registered in `torch.library`, so `torch.compile` and FSDP2 work.
-`models/mixers/depth_attention.py` and `models/modeling.py` decide where `norm_rotate_mix` applies.
+`norm_rotate_mix.py` says where its kernel applies.
 """
 
 from __future__ import annotations

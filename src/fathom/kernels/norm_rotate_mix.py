@@ -6,9 +6,9 @@ would give, made while they are still in registers. Sources come in as they are,
 layer, whatever the number of layers that read them. A row is one token and one key-value head with its group of
 queries. Rotation joins the two halves of a head, so each half is a tile of its own.
 
-It does not apply with `norm_scores`, mixed keys or learned gates (`fused` in `models/mixers/depth_attention.py`). It
-needs layers that all rotate whole heads in the same way, after or before a per-head RMS norm (`fusible` in
-`models/modeling.py`).
+The kernel is not used with `norm_scores`, mixed keys or learned gates (`fused` in `models/mixers/depth_attention.py`).
+A layer must rotate whole heads after or before a per-head RMS norm, without `rope_float32`, and unless keys are normed
+after rotation, all layers must rotate alike (`fusible` in `models/modeling.py`).
 """
 
 from __future__ import annotations

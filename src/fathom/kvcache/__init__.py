@@ -6,12 +6,12 @@ model.generate(prompt, past_key_values=cache)
 with compressed(model, "tova", ratio=0.5):
     model.generate(prompt)
 
-- `build.py`: `build_cache`; what a static cache refuses; the warning about weights that are not tuned.
-- `compressed.py`: `compressed`, after the prompt. `policy.py`: the options `--kvcache...` of commands.
+- `build.py`: `build_cache`; when a static cache is refused; the warning about weights that are not tuned.
+- `compressed.py`: compresses prompts. `policy.py`: what the options `--kvcache...` of commands select.
 - `rope.py`: rotates keys, tests a model's keys, and refuses models (`refuse`) and recurrences.
 - `schedule.py`: N, S, L, γ and F; when entries are compressed. `memory.py`: one layer. `cache.py`: all of them.
-- `method.py`: base classes of methods, `Selection.choose`. `methods.py`: the list; each has a file of its own.
-- `watch.py`, `observe.py`, `rows.py`, `padded.py`, `prefill.py`: inputs, queries, padding, chunks.
+- `method.py`: base classes of methods, `Selection.choose`. `methods.py`: the list of methods, with their files.
+- `watch.py`, `rows.py`: check inputs. `observe.py`: queries. `padded.py`: padding. `prefill.py`: chunks.
 - `static.py`: compiled decoding. `quantized.py`, `kivi.py`: 8 and 4 bits. `states.py`: layers with states.
 - `attention.py`: training under compression. `press.py`, `paced.py`: kvpress. `stored.py`: files.
 - `whole.py`: uncompressed caches, for comparison. `accounting.py`: bytes.

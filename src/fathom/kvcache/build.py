@@ -1,10 +1,9 @@
 """Build caches by the name of a method.
 
 `policy.py` decides the schedule that a command's method gets: each value is the requested one, else the checkpoint's,
-else the default. `schedule.py` defines N, S, L and γ. `press.py` takes scorers of kvpress, and refuses those that need
-all hidden states or another RoPE. `stored.py` says which caches `save_cache` stores.
-
-`rope.py` (`refuse`) refuses models whose keys cannot be moved, and loops with `kv: first`, halting or slots.
+else the default. `schedule.py` defines N, S, L and γ. `press.py` makes methods of kvpress's presses. `stored.py` says
+which caches `save_cache` stores. `rope.py` (`refuse`) refuses models whose keys cannot be moved, and loops with
+`kv: first`, tokens that halt, or iterations that read others.
 """
 
 from __future__ import annotations

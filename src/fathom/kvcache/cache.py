@@ -1,13 +1,12 @@
 """The compressed cache of a model, one memory per layer; it accepts unbroken sequences, padded on the left only.
 
 Layers that read an earlier layer's keys (Gemma 3n, Gemma 4) read its compressed entries, since transformers hands on
-what `update` returned. `memory.py` decides when a layer's memory is compressed, and whether tokens can be removed
-(`crop`). `models/trips/slots.py` adds a memory for each loop iteration. Layers whose sliding window is smaller than N
-keep their own cache (`cache_of` in `build.py`). `rope.py` (`refuse`) refuses models, such as a loop with `kv: first`,
-tokens that halt or iterations that read others.
+what `update` returned. `schedule.py` decides when a layer's memory is compressed, and `memory.py` whether tokens can be
+removed (`crop`). `models/trips/slots.py` adds a memory for each loop iteration (`with_banks`). Layers whose sliding
+window is smaller than N keep their own cache (`left_alone` in `rope.py`).
 
-Models whose iterations read one another have a cache of their own, `models/trips/slot_cache.py`, which refuses a cache
-that another model filled.
+Models whose tokens halt or whose iterations read one another are refused (`refuse` in `rope.py`); their cache is in
+`models/trips/slot_cache.py`.
 """
 
 from __future__ import annotations

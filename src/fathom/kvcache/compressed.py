@@ -6,12 +6,12 @@
 Here `ratio` is a share of the *prompt*: a prompt of T tokens leaves `ratio · T` entries. In the caches of
 `build_cache`, `ratio` is a share of a fixed window, and the cache is compressed whenever the window is full. With
 `window` every input is read into such a cache, as an evaluation needs whose inputs are scored and not continued. With
-`prefill_chunk_size`, `generate` reads a prompt in chunks, and it is compressed after the last one.
+`prefill_chunk_size`, `generate` reads a prompt in chunks, and the prompt is compressed after the last chunk.
 
 Of methods that select entries, `Selection.choose` in `method.py` chooses which stay, by the scores of the method's own
 file. `press.py` makes methods of kvpress's presses, and `paced.py` has the memory of those that count forward passes.
-`for_prompt` in `method.py` leaves a prompt whole whose share would not exceed the sinks. All layers with a sliding
-window keep their own cache here, because the memory has no maximum (`Once.most` in `schedule.py`).
+`Method.for_prompt` in `method.py` decides which prompts stay whole. Without `window` and `while_decoding`, every layer
+with a sliding window keeps its own cache, because the memory has no maximum (`Once.most` in `schedule.py`).
 """
 
 from __future__ import annotations

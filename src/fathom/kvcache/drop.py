@@ -2,8 +2,7 @@
 
     C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
 
-The kept entries already have their new positions, so a compression is a slice, and only the sinks move. Methods that
-select entries by a score derive from `Selection` in `method.py`.
+The kept entries already have their new positions, so a compression is a slice, and only the sinks move.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ angles of the L entries are zeros of the next polynomial, cos Lα = 0. What is l
 
     C_im = (−1)^i sin α cos Lβ / (M (cos β − cos α)),  L/M where α = β      α = π(2i + 1)/2L, β = π(2m + 1)/2M
 
-`schedule.py` decides when the memory is compressed, and how many tokens fit until then. `method.py` applies C to keys
-without their rotation, and to values; `build.py` warns if a model was not tuned for it.
+`schedule.py` decides when the memory is compressed, and how many tokens fit until then. `Linear` in `method.py` applies
+C to values, and to keys without their rotation. `build.py` warns about a model that was not tuned for this method.
 """
 
 from __future__ import annotations

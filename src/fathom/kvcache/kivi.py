@@ -6,7 +6,8 @@
 large; for values, 32 channels of one entry. The last 32 to 63 entries stay as they are. An entry is rounded once, when
 it leaves them, and again at each compression: to the same numbers if its group is the same.
 
-`quantized.py` gives it keys without their rotation. `whole.py` uses it without compression (`full_int8`).
+`quantized.py` stores keys in this form without their rotation. `whole.py` uses it for caches that are not compressed
+(`full_int8`, `full_int4`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Keys are rotated back to position 0 before they are mixed and to their new posit
 and are cast once. Selected entries are rotated once, by the distance that they move.
 
 Methods that select entries score them; `Selection.choose` chooses the entries that stay. `build.py` warns if a method
-that needs tuned weights (`needs_tuning`) gets others.
+needs tuned weights (`needs_tuning`) and the model's were not tuned under it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 the requested one, else the checkpoint's, else the default.
 
 Of methods that select entries, `Selection.choose` in `method.py` chooses which stay, by the scores of the method's own
-file. `build.py` builds the cache, and `rope.py` refuses models. With such a cache a text may be longer than the model's
-context (`Sampling.room` in `inference/settings.py`).
+file. `build.py` builds the cache, and `rope.py` (`refuse`) refuses models. With such a cache a text may be longer than
+the model's context (`Sampling.room` in `inference/settings.py`).
 """
 
 from __future__ import annotations

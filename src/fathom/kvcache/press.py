@@ -92,9 +92,9 @@ class Press(Selection):
     def scores(self, held: Held) -> Tensor:
         """`[B, H_kv, N]`. After the first compression a scorer sees the hidden states of the new tokens only.
 
-        So a scorer that needs all hidden states fails in a cache of `build_cache`: its own check becomes a `ValueError`
-        in `score`. Some scorers standardise over a whole batch. So each sequence is scored alone, with the same random
-        draws.
+        So a scorer that needs all hidden states fails in a cache that is compressed again: `score` raises a
+        `ValueError` where the scorer's own check fails. Some scorers standardise over a whole batch. So each sequence
+        is scored alone, with the same random draws.
         """
         if held.queries is None:
             raise ValueError(UNSEEN)

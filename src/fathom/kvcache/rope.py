@@ -5,8 +5,8 @@ positions matter to attention, so the tables hold small angles for any length of
 the family's own code. A test of the model shows which layers rotate, and by which angles: the model reads a few tokens
 at two positions, and each layer's keys at one position must equal the rotated keys at the other.
 
-`press.py` refuses models whose RoPE does not pair the halves of a head. `compressed.py` and `press.py` decide whether
-entries keep their tokens' positions.
+Presses of kvpress also refuse models whose RoPE does not pair the halves of a head (`Press.score` in `press.py`).
+`Method.moves` decides whether entries get new positions; of Fathom's methods only presses set it to False.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ the tokens seen. The number of entries is:
 A compression happens when a token arrives and the memory holds N entries: S stay unchanged, the other M = N − S become
 L, and F tokens fit until the next compression. `L = γN − S` by default, so that a power of two divides N and F.
 
-`policy.py` chooses N, S and γ for a command. In `compressed`, γ is a share of the prompt (`Once`).
+`policy.py` chooses N, S, L and γ for a command. In `compressed` without `window`, γ is a share of the prompt
+(`Method.for_prompt` in `method.py`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The votes are:
 votes = mean-pool over neighbours of  mean over w of softmax(q · k)      of the N − w entries before the observed ones;
                                                                       mean over the queries that share a key head
 
-`method.py` (`Selection`) scores the entries of each key head, and chooses those that stay.
+`Selection.choose` in `method.py` chooses the entries that stay, by their scores (`scores`).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ compressed.
 In a model such as LFM2 or Qwen3-Next most layers keep a state instead of keys, in Falcon-H1 every layer keeps both, and
 in Nemotron-H some layers keep nothing. Only attention gets a memory; the rest keeps what transformers gives it.
 
-`rope.py` finds out whether a state goes wrong if it continues by several tokens at once (`by_token`); `cache.py` then
-reads token by token after the first chunk.
+`rope.py` finds out whether a state goes wrong if it continues by several tokens at once (`by_token`). If it does,
+everything after the first chunk is read token by token (`cuts` in `cache.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """TOVA (arXiv 2401.06104): keep the last entry and those that the last query attends to most, averaged over all
 heads.
 
-`method.py` (`Selection`) scores the entries of each key head, and chooses those that stay.
+`Selection.choose` in `method.py` chooses the entries that stay, by their scores (`scores`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,4 @@
 - `page.py`: rounds and packs the numbers into one HTML file. `lens.html.j2`: its text.
 - `lens.js`: draws it; *settled*, *borrowed*, keys and clicks, B − A, the field to type into.
 - `live.py`, `place.py`: the lens of `fathom serve --lens`.
-
-`models/axes/roles.py` has `ValueMixer.source_weights` and `Residual.stream_weights`.
 """

@@ -1,9 +1,7 @@
-"""The lens (what a model computes for a text) in a running server: the page `/lens`, and the route behind it.
+"""The lens (what a model computes for a text) in a running server: the page `/lens`, and the routes behind it.
 
-`LONGEST` and `PLACE` limit the tokens of a text, and those before one token. The chat page asks for `/lens/place`
-(`inference/talk/talk.js`), and `inference/background.py` computes between the tokens of others.
-
-`page.py` writes the page, `look.py` computes, and `place.py` looks at one position.
+The page posts to `/lens/data` (`lens.js`), the chat page to `/lens/place` (`inference/talk/talk.js`).
+`inference/background.py` runs the lens in slices, between which the server generates tokens.
 """
 
 from __future__ import annotations

@@ -5,16 +5,14 @@ Nothing here changes the forward pass. Hooks on the mixers take what the mixer w
 that. Hooks on the layers read the residual stream after every visit (one layer in one iteration) and send it through
 the model's last norm and head (the logit lens).
 
-`record` returns the number of iterations that each token made. After a visit the prediction is that of the iteration by
-itself (`Says.after`); the model's own is from its readout (`Says.final`), which may mix iterations (`latent_cot`).
-
 Of several Jacobi rounds (`ponder2`, `ponder3`) the final pass is shown; the option `prefill` (`pondering.py`) chooses
-between a few rounds and as many as make it exact. Of a mixture of iterations (`ponder3`, `latent_cot`) only `said` and
-`surprisal` are the model's own.
+between a few rounds and as many as make it exact. After a visit the prediction is that of the iteration by itself
+(`Says.after`). Where the readout mixes iterations (`ponder3`, `latent_cot`), only `said` and `surprisal` are the
+model's own (`Says.final`).
 
 `models/axes/roles.py` measures a mixer's weights (`ValueMixer.source_weights`: unit vectors in place of the values, and
-a check with the real ones) and has `Residual.stream_weights`. `page.py` rounds and packs the numbers; `lens.js` draws
-them, and computes *settled* and *borrowed*.
+a check with the real ones). `models/residuals/denseformer.py` has the weights of `layer_weights` (`stream_weights`).
+`page.py` rounds and packs the numbers; `lens.js` draws them, and computes *settled* and *borrowed*.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ package imports torch, and no model is run.
     weights.py      opens a model and reads its tensors by role; `layouts.py` has their names
     canonical.py    removes what can vary without changing the function; `heads.py` finds heads without effect
     vocabulary.py   the strings of a tokenizer
-    aligning.py     maps the channels of one model to those of the other, and says when T1 and T2 are run
+    aligning.py     maps the channels of one model to those of the other; with `pairs.py`, when T1 and T2 are run
     awm.py          AWM's scores, channel matchings (ties, zero rows), matching of layers
     huref.py        HuRef's terms and scores, and the sketch of a model
     neurons.py      T4: frames, merged neurons, experts; `values.py` T5, `planes.py` T6, `blind.py` the blind frame

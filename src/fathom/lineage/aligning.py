@@ -1,9 +1,8 @@
 """Align the residual channels of two models, and compute the matchings of channels that tests T1 and T2 use.
 
-`awm.py` makes the three maps (in order, signed permutation, rotation) and the matchings: it scales rows to unit
-length, leaves out zero rows and copies, and breaks ties at random. `evidence.py` decides whether energy explains the
-order of channels, and `blind.py` finds a rotation without a tokenizer. `vocabulary.py` gives the strings of a
-tokenizer.
+`awm.py` makes the maps (in order, signed permutation, rotation) and the matchings, which break ties at random. Rows are
+scaled to unit length there, and zero rows and copies are left out; only AWM as published takes all rows as they are.
+`pairs.py` leaves out T1 and T2 if the embeddings are not close. `comparison.py` adds the maps that need no tokenizer.
 """
 
 from __future__ import annotations

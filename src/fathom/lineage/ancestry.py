@@ -5,7 +5,7 @@ T4 compares every layer of B with every layer of A: it counts neurons that are p
 outputs. A layer has a source if the best count is significant after Bonferroni over all pairs of layers and frames. A
 layer without a source is reported as "none", not as "new".
 
-`neurons.py` pairs the neurons. `awm.py` matches layers for the scores of a comparison.
+`neurons.py` pairs the neurons. For a comparison, `pairs.py` matches layers by their scores instead (`matched_layers`).
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ R is the identity (order), a signed permutation (LAP, as published) or the polar
 product (Procrustes). Samples are channels, features are head rows, so head counts may differ and any rotation of
 the rows drops out. Published: raw weights. Repaired: canonical ones.
 
-`aligning.py` decides which alignments are computed, and `comparison.py` which layers and channels are scored.
-`signs.py` compares published with repaired scores. `evidence.py` decides which score is high, and which drift of the
-weights a score means (`detectable_drift`).
+`aligning.py` decides which alignments are computed, and `comparison.py` those without a tokenizer, and which layers and
+channels are scored. `signs.py` compares published with repaired scores. `evidence.py` decides which score is high
+(`score_threshold`), and which drift of the weights a score means (`detectable_drift`).
 """
 
 from __future__ import annotations

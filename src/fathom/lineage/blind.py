@@ -16,8 +16,8 @@ alone, of all layers, and to FF alone: FF holds for Gaussian input, and a copy c
 
 `planes.py` compares rotary planes (T6). `evidence.py` judges the share of neurons that this frame pairs (T4): it
 decides from five times the largest share in any control. Without controls, 9 of 160 neurons stand for that share.
-`comparison.py` tries the fits in turn, refuses related controls (`_relation`), and gives the reason if the frame cannot
-be fitted; `verdict.py` then says "inconclusive". `neurons.py` merges split neurons, and drops those that cannot fire.
+`comparison.py` tries the fits in turn, and says why if none can be made; if no other test decides, the verdict is then
+"inconclusive" (`_doubts` in `verdict.py`). `neurons.py` merges split neurons, and drops those that cannot fire.
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ The order matters. On pre-norm models both steps keep the logits. Steps act on t
 that needs only q and k reads only q and k. The other gauges need no step: values and outputs are compared by their
 product, neurons by rows of unit length, and the scale of a matrix drops out of every score.
 
-`inherited.py` forms the products that no gauge affects, such as W_qᵀ W_k. `neurons.py` merges neurons of one gate,
-drops those without effect, and scales the rest to unit length. `heads.py` finds heads without effect. No matrix is
-divided by its Frobenius norm here: each score divides by the norm of what it compares (`awm.Kernel.cosine`,
-`inherited.measured`).
+`inherited.py` forms the products that no gauge affects, such as W_qᵀ W_k. `neurons.py` merges neurons of one gate, and
+drops those without effect; `heads.py` finds heads without effect. Each score divides by the norm of what it compares
+(`Kernel.cosine` in `awm.py`, `measured` in `inherited.py`).
 """
 
 from __future__ import annotations

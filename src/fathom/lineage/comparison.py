@@ -2,10 +2,10 @@
 
 `measure` measures one pair; `compare` measures the pair and every control with either model, then decides.
 
-`verdict.py` decides the label and its exit code, `evidence.py` the p-values and which score is high, `aligning.py`
-when T1, T2 and the alignments are computed, `awm.py` the scores of AWM and which layers match, `identity.py` which
-tensors are identical, `neurons.py` how many neurons and experts are compared, and `nulls.py` what the controls' scores
-are used for.
+`verdict.py` decides the label and its exit code, `evidence.py` the p-values and which score is high. `aligning.py`
+makes the alignments by the embedding, and `awm.py` the scores of AWM. `pairs.py` decides which layers match, and with
+`aligning.py` when T1 and T2 are run. `neurons.py` decides how many neurons and experts are compared. `nulls.py` has the
+structure class that a control must share to be part of the null distribution.
 """
 
 from __future__ import annotations

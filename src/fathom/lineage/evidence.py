@@ -13,11 +13,12 @@ that neither model learned the other's hidden states and that the embeddings wer
 T1, T2, T4 and T5 match weights, and decide. T3 compares scores. T6 is a witness: alone it leaves a pair inconclusive,
 because a student that learns hidden states copies functions too.
 
-`awm.py` decides which channels count in T1 and T2: no ties, and pairs at least twice as alike as the next best.
-`aligning.py` and `pairs.py` decide when T1 and T2 are run: enough shared strings, a cosine of 0.95, an output head of
-its own. `neurons.py` pairs T4's neurons, `values.py` T5's channels, and `planes.py` computes T6's words.
-`comparison.py` draws the layers, refuses controls that are related to a model (T4, T5 or T6 at `ALPHA`), and marks
-tests of weights that both models start from a formula as void. `verdict.py` applies Holm's correction.
+`awm.py` decides which channels count: no ties, and in T1 only pairs at least twice as alike as the next best.
+`aligning.py` and `pairs.py` decide when T1 and T2 are run: enough shared strings, a cosine of 0.95, and for T2 output
+heads of their own. `neurons.py` pairs T4's neurons, and T5's channels, which `values.py` reads. `planes.py` computes
+T6's words. `comparison.py` draws the layers of T4 and T5, refuses controls that a matching test, or T6 alone, finds
+related to a model (`_relation`), and marks tests as void if both models start the weights from a formula. `verdict.py`
+applies Holm's correction.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ X holds the embeddings of a few thousand anchor strings, so the terms live in to
 residual stream and every gauge of a head or a neuron drops out. HuRef's own M_f puts W_g ⊙ W_u in place of W_u, which
 does not survive a sign flip of the stream; both are here, the published one to show the difference.
 
-`comparison.py` decides when these scores are reported (`_other_scores`), and pairs each model's own rarest tokens, as
-HuRef does (`_own_anchors`); `vocabulary.py` finds them (`rarest`). `publishing/portrait.py` draws the sketch.
+`comparison.py` decides which scores are computed (`Options.has_extras`, `_other_scores`), and pairs each model's own
+rarest tokens, as HuRef does (`_own_anchors`). `publishing/portrait.py` draws the sketch.
 """
 
 from __future__ import annotations

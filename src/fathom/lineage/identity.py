@@ -4,7 +4,7 @@ Tensors are compared by role and layer, value by value. File layouts, names, sha
 every value is the same. Tensors of no known role are compared by name. A few rows are read first, so two models without
 an equal tensor cost little.
 
-`verdict.py` decides about identical weights without controls. `comparison.py` reports what was not compared.
+If all weights are identical, `verdict.py` needs no control. `comparison.py` decides whether remote tensors are read.
 """
 
 from __future__ import annotations

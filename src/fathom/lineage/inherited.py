@@ -15,8 +15,8 @@ The share is 1 for a copy, and at most about 0 for independent trainings with an
 trained have few such directions, and common gradients make those alike: the fewer there are, the larger the share has
 to be.
 
-`comparison.py` decides which layers are measured, and whether one seed and one order of data would explain as much
-(`_one_seed`). `verdict.py` decides what follows.
+`comparison.py` chooses the alignment (`_inherited`), and decides whether one seed and one order of data would explain
+as much (`_one_seed`). `verdict.py` decides what follows.
 """
 
 from __future__ import annotations

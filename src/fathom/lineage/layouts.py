@@ -5,8 +5,8 @@ others wins; any other case is an ambiguity error. Roles: q k v o (attention), g
 ffn_norm post_attn_norm post_ffn_norm q_norm k_norm (gains), embed positions head final_norm (ends); `role_bias` is the
 bias that goes with a role.
 
-`why_not` says why a model is refused, such as one without attention. `weights.py` reads by these names, and refuses
-two kinds of attention in one model.
+`why_not` says why a model is refused, such as one without attention. `weights.py` reads by these names, and refuses a
+model whose layers pack attention in different ways (`add_layer`).
 """
 
 from __future__ import annotations

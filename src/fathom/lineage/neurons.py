@@ -14,8 +14,8 @@ is a share of the neurons, not one. Every frame survives neuron permutations and
 rotations.
 
 `experts` chooses which experts of a mixture are compared; `evidence.py` decides how many pairs are significant.
-`comparison.py` decides which frames are tried, and on which layers; the principal axes only in exact mode or for
-models below 2 GB.
+`comparison.py` decides on which layers frames are tried (`_drawn`), and when the principal axes (`_by_axes`) and the
+blind frame are.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 `calibrate`.
 
 `comparison.py` decides which controls enter the null distribution: trained and unrelated models of the pair's
-structure class (widths, and whether depths are equal). Others are listed, but do not enter it. `Options.of_controls`
-there limits the layers that are measured of a control. `evidence.py` sets the score that counts as high
-(`score_threshold`); `verdict.py` decides what a comparison without controls may claim.
+structure class (widths, and whether depths are equal). Others are listed, but do not enter it. In fast mode fewer
+layers of a control are measured (`Options.of_controls` in `comparison.py`). `evidence.py` sets the score that counts as
+high (`score_threshold`); `verdict.py` decides what a comparison without controls may claim.
 """
 
 from __future__ import annotations

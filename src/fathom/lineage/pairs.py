@@ -1,7 +1,7 @@
 """One pair of models and everything measured on it.
 
-`awm.py` matches layers in order, with gaps (`monotone`). `comparison.py` decides which layers are measured, and leaves
-out scores that overflow (`_other_scores`).
+`awm.py` matches layers for each score (`matched`). `comparison.py` decides which layers are measured, and leaves out
+scores of HuRef that overflow (`_other_scores`).
 """
 
 from __future__ import annotations

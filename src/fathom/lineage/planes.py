@@ -18,7 +18,8 @@ binomial's variance, because the planes of a layer are not quite independent. Th
 and it is measured (`benchmarks/lineage/planes.py`). A student that learns hidden states copies functions, and passes.
 
 `canonical.py` balances queries and keys within a plane. `evidence.py` makes T6's p-value. `verdict.py` calls a pair
-inconclusive that only T6 finds. `comparison.py` refuses such a control, and names planes that agree too seldom.
+inconclusive if T6 alone finds it related. `comparison.py` refuses a control that T6 alone finds related (`_relation`),
+and reports planes that agree too seldom (`_opposed`).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ assume random starts. A formula shows inside one model, and a rotation of the re
 A matrix also resembles its formula: z = |⟨W, P⟩| √(m n) / (‖W‖ ‖P‖), for P the identity or Sylvester's Hadamard matrix,
 is about 1 by chance. A rotation hides that.
 
-`comparison.py` marks the tests of weights as void if both models start them from a formula (`_without_formulas`);
-`verdict.py` then names "a public deterministic start".
+`comparison.py` marks the tests of weights as void if both models start them from a formula (`_without_formulas`). If
+the verdict is then "inconclusive", `verdict.py` names "a public deterministic start" as an explanation.
 """
 
 from __future__ import annotations

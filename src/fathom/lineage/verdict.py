@@ -6,11 +6,10 @@ score that no control reaches, and a share of the training that neither a shared
 data explains. Without the last the verdict is "shared initialisation or lineage", however high the score. If only the
 embeddings match, the verdict is "embedding agrees", which accuses nobody: hidden-state distillation does the same.
 
-`inherited.py` sets how large the share of the training must be (`bar`). `evidence.py` says when a test matches, such
-as T4 in the blind frame, and which score counts as high (`score_threshold`). `comparison.py` chooses the controls that
-are used, and checks that none scores as high as the pair. It also decides whether one seed and one order of data would
-explain as much (`_one_seed`), and marks tests of deterministic starts as void. `identity.py` counts the identical
-tensors.
+`inherited.py` sets how large the share of the training must be (`bar`). `evidence.py` makes the p-values, and decides
+which score counts as high (`score_threshold`). `comparison.py` chooses the controls that are used (`_relation`), checks
+that none scores as high as the pair (`_failed`), decides whether one seed and one order of data would explain as much
+(`_one_seed`), and marks tests of deterministic starts as void. `identity.py` counts the identical tensors.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@
 Tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). All are converted to bytes, so that rows of two
 models can be paired by their strings.
 
-`aligning.py` decides how many shared strings are needed, and pairs rows by number without tokenizers. `awm.py` scales
-the paired rows to unit length, and leaves out zero rows and copies. `comparison.py` chooses the anchors of HuRef's
-scores.
+`aligning.py` decides how many shared strings an alignment needs, and pairs rows by number if a tokenizer is missing.
+`comparison.py` decides how many anchors HuRef's scores take, and `publishing/cards.py` how many a card takes.
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ For example:
 
 Nothing is cached: only tensors that the caller holds are in memory.
 
-`layouts.py` has the names of tensors, and refuses models without attention. `checkpoints/origin.py` reads files and
-repositories, `checkpoints/gguf.py` GGUF files, and `checkpoints/tensors.py` safetensors and adapters; it refuses
-packed low-bit weights. `checkpoints/find.py` chooses the model of a run or a comparison. `neurons.py` chooses the
-experts.
+`layouts.py` has the names of tensors, and refuses models without attention. `checkpoints/origin.py` reads the bytes of
+files and repositories, `checkpoints/gguf.py` GGUF files. `checkpoints/tensors.py` reads safetensors and adapters, and
+refuses packed low-bit weights. `checkpoints/find.py` chooses the model of a run or a comparison. `neurons.py` chooses
+the experts that are read.
 """
 
 from __future__ import annotations
@@ -440,7 +440,7 @@ class _Roles:
         return sizes[0], sizes[1], sizes[2], rank
 
     def add_layer(self, layer: str, index: int) -> None:
-        """Add the views of a layer's modules. A model with two kinds of attention (other packings) is refused."""
+        """Add the views of a layer's modules. A model whose layers pack attention in different ways is refused."""
         attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")

@@ -5,7 +5,8 @@
 - `mixers/`, `residuals/`, `recurrences/`: a file for each mechanism. `axes/`: their base classes, `blend` and gates.
 - `trips/`: how iterations run, what they read and store, caches, Jacobi rounds, drafts, engines.
 - `pretrained.py`: initial values, activation checkpointing, schedules over training steps. `cost.py`: FLOPs and bytes.
-- `generation.py`: changes to `generate`. `loading.py`: strict opening. `packages.py`: exports, other packages.
+- `generation.py`: changes to `generate`. `loading.py`: strict opening. `packages.py`: what an export copies, other
+  packages' mechanisms.
 - `decoder/`: norms, rotary embedding, head, loss. `hosts/`: families whose layers are transformers' own.
 - Backward passes by hand, in eager training only: `rms_norm.py`, `rotary.py`, `depth_attention.py`,
   `attention_residuals.py`, `hyper_connections.py`; in compiled code too: `loss.py`, `mixture.py`.

@@ -3,10 +3,9 @@ recurrence).
 
 The fields, the switches among them, are declared in `axes/fields.py`.
 
-`checkpoints/families/keys.py` accepts or refuses the keys of other families; `ignore_keys` are left out before
+`checkpoints/families/keys.py` refuses unknown keys of other families; `ignore_keys` are left out before
 (`get_config_dict`). `loading.py` refuses keys that contradict a checkpoint's shapes. `rereads` decides which models
-read a text again (`generation.py`) when `longrope` or `dynamic` RoPE changes its angles. `_tensor_parallel_plan` says
-how layers are split for tensor parallelism.
+read a text again (`generation.py`) when `longrope` or `dynamic` RoPE changes its angles.
 """
 
 from __future__ import annotations

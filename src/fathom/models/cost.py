@@ -5,7 +5,7 @@ in a sliding window; the head is counted, the embedding look-up is not. A traini
 training (with Jacobi rounds, where decoding needs none), and what a mechanism declares beyond that. Tokens that halt
 count as if they did not. All weights train; `training/trained_flops.py` counts what freezing and adapters change.
 
-Norms, softmaxes and pooling are left out of FLOPs, as in the papers (`elementwise_flops`). Each mechanism's file
+Norms, softmaxes and pooling are left out of FLOPs, as in papers; `elementwise_flops` counts them. Each mechanism's file
 declares what it adds, at its end; `experiments/catalogue.py` prints the table.
 """
 
@@ -67,7 +67,7 @@ def attention_reads(config: FathomConfig) -> list[int]:
     """How many keys of an earlier token each layer reads in all iterations of a token together; one in the vanilla
     decoder.
 
-    With K + 1 iterations these are K + 1 in view SAME, (K + 1)(K + 2) / 2 in DUO and (K + 1)² in ALL.
+    With K + 1 iterations a looped layer reads K + 1 in view SAME, (K + 1)(K + 2) / 2 in DUO and (K + 1)² in ALL.
     """
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}

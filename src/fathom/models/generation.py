@@ -2,8 +2,8 @@
 models, and continuous batching with a cache layer per layer and iteration.
 
 `configuration.py` (`rereads`) decides which models read a text again when its length changes RoPE's angles, and
-`decoder/rotary.py` (`changes`) at which length. `trips/engines.py` refuses these models for vLLM and `generate_batch`,
-and `inference/engine.py` refuses `longrope` for `fathom serve`.
+`decoder/rotary.py` (`changes`) at which length. `modeling.py` refuses these models for vLLM and SGLang,
+`init_continuous_batching` for `generate_batch`. `inference/engine.py` refuses all with `longrope` for `fathom serve`.
 """
 
 from __future__ import annotations

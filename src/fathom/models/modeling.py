@@ -4,9 +4,8 @@
 embeds, and hands over to `walk.py`, which walks the plan of `slots.py` and gives every layer the sources that
 its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted.
 
-`generation.py` changes transformers' `generate`; `loading.py` opens checkpoints strictly. Dropout of hidden states is
-not applied. `pretrained.py` initialises weights, and decides where reentrant activation checkpointing is refused.
-`hosts/arrangement.py` refuses padding between tokens that would use up a sliding window.
+Dropout of hidden states is not applied. `pretrained.py` initialises weights, and decides where reentrant activation
+checkpointing is refused. `hosts/arrangement.py` refuses padding between tokens that would use up a sliding window.
 """
 
 from __future__ import annotations
@@ -544,7 +543,7 @@ class FathomModel(FathomPreTrainedModel):
         """The positions of new tokens that follow `seen` cached ones, `[1 or B, T]`; padding is not counted if a mask
         is given.
 
-        Called where the caller passes no `position_ids`. Learned positions end at `max_position_embeddings`.
+        Called if no `position_ids` are given. Learned positions end at `max_position_embeddings`.
         """
         length = x.shape[1]
         if self.embed_positions is not None and seen + length > self.config.max_position_embeddings:

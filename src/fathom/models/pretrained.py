@@ -2,10 +2,10 @@
 steps.
 
 A training with `blend_steps` stops at its second forward pass if `set_step` was not called, and one with another
-schedule warns (`expect_steps`); `training/callback.py` calls it for transformers' Trainer. `save_pretrained` saves
-schedules at their current values, so a model saved before training has its mechanism switched off (`axes/blend.py`). In
-a run, `training/build.py` seeds the initial weights of each module with the module's name. `loading.py` refuses missing
-tensors.
+schedule warns (`expect_steps`); `training/callback.py` calls `set_step` for transformers' Trainer. `save_pretrained`
+saves schedules at their current values, so with `blend_steps` a model saved before training has its mechanism switched
+off. In a run, `training/build.py` seeds the initial weights of each module with the module's name. `loading.py` refuses
+missing tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The registry of all mechanisms by name. To add one, write its file and add it to `ALL`.
 
-`resolve_options` refuses an option that a mechanism lacks. `closed` (`axes/roles.py`) says which mechanisms can start
-without changing a pretrained model. `packages.py` adds the mechanisms of other packages, by entry point or
-`add_mechanism`.
+Whether a mechanism can start without changing a pretrained model is declared in its file, by `closed`
+(`axes/roles.py`). `packages.py` adds the mechanisms of other packages, by entry point or `add_mechanism`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Building blocks of reports: HTML, plots, tables, statistics, provenance, progress, files.
 
-The pages themselves are elsewhere: `experiments/run_page.py` is `fathom report`, `experiments/compare_page.py` and
-`ladder_page.py` are those of comparisons and ladders, `evaluation/scores_page.py` and `pair_page.py` those of `fathom
-evaluate`, `lens/page.py` is the lens.
+The pages themselves are in files named `*_page.py` in `experiments/` (`run_page.py` is `fathom report`), `evaluation/`
+and `deepen/`, in `lens/page.py`, `evaluation/caches/page.py` and `training/probe.py`, and in `lineage/publishing/`.
 """
 
 REPORT, PAGE = "report.json", "report.html"

@@ -1,7 +1,8 @@
 """Paired differences: means, intervals and p values, with Holm's adjustment.
 
-`experiments/differences.py` and `multipliers.py` decide which tests of a comparison or a ladder form one family, and
-when a report is exploratory; `evaluation/paired.py` pairs documents. Shaffer's counts are in `holm`.
+Which tests form one family is decided by `experiments/differences.py` for a comparison, `experiments/multipliers.py`
+for a ladder, and `evaluation/paired.py` for scores of documents. The first two also decide when a report is
+exploratory.
 """
 
 from __future__ import annotations

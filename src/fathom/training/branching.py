@@ -1,9 +1,10 @@
 """Branch a run: another run that continues from its checkpoint with changes, such as more steps or a cooldown.
 
-A run itself keeps its recipe for life. A branch's weights are those of a run planned that way from the start, since a
-step depends only on weights, optimizer state and step number (`Training.step` in `build.py`).
+A run itself keeps its recipe for life. A step depends only on the recipe, the step number and what a checkpoint holds
+(`Training.step` in `build.py`). So if the branch's recipe would have given the same steps up to the checkpoint, the
+branch equals a run that had this recipe from the start.
 
-`loop.py` refuses another corpus or teacher, for branches too. `optimizer.py` has the schedules.
+`loop.py` refuses another corpus or teacher for branches too. `optimizer.py` has the schedules.
 """
 
 from __future__ import annotations

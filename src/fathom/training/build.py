@@ -1,11 +1,11 @@
 """From a recipe to a `Training`, which can take steps: the core of `train`, `compare` and the benchmarks.
 
-The batch of a step, `train.tokens_per_step`, is divided among ranks and micro-batches here. Each loss is divided by the
-targets of this global batch. A step's random draws are seeded with (seed, step, rank), the initial weights of a module
-with (seed, module name). A batch without whole sequences on every rank is refused, and so is a sequence longer than the
-model's `max_position_embeddings`.
+A batch that ranks and micro-batches do not divide into whole sequences is refused here, and so is a sequence longer
+than the model's `max_position_embeddings`. Each micro-batch's loss is divided by the targets of the global batch. A
+step's random draws are seeded with (seed, step, rank), the initial weights of a module with (seed, module name).
 
-`data/batches.py` decides which sequences a rank reads, and `first.py` compares the first batch with its evaluation.
+`data/batches.py` divides a batch among ranks and micro-batches, and `first.py` compares the loss of the first batch
+with its evaluation.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Training:
     def step(self, step: int, batches: Sequence[Batch] | None = None) -> StepMetrics:
         """One optimizer step. A pure function of the weights, the optimizer's state and `step`.
 
-        By default it reads nothing back from the device: its numbers are tensors until `meter.py` reads them for a log.
+        It reads nothing back from the device unless an optimizer lacks `reads_found_inf`: its numbers stay tensors
+        until `meter.py` reads them for the log.
         """
         recipe, ranks, model = self.recipe, self.ranks, self.model
         if batches is None:

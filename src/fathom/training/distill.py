@@ -6,7 +6,7 @@ z are the logits, z_T the teacher's, which are computed live. The forward KL cov
 gradient by z is w τ (softmax(z / τ) - softmax(z_T / τ)) / N; it is computed in the forward pass, some rows at a time,
 so that the only tensors of this size are the two models' logits and the gradient.
 
-`deepen/heal.py` sets the weight ½ for deepened models. `estimate.py` counts the teacher's memory for `--dry-run`.
+`deepen/heal.py` chooses w = ½ for deepened models. `estimate.py` counts the teacher's memory for `--dry-run`.
 """
 
 from __future__ import annotations

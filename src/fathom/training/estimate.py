@@ -1,8 +1,8 @@
 """The cost of a recipe without running it: `fathom train --dry-run`.
 
-`cli/train.py` prints it, with the change that a branch makes. `optimizer.py` matches patterns with parameters.
-
-`data/batches.py` (`BatchPlan.epochs`) counts a run's epochs of each collection, for the log.
+`cli/train.py` prints it, with the changes that a branch makes. `models/cost.py` counts FLOPs, and `trained_flops.py`
+what frozen weights and adapters change. The epochs in a run's log are counted by `data/batches.py`
+(`BatchPlan.epochs`).
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _require_vocabulary(recipe: Recipe, config: FathomConfig) -> None:
 
 
 def _planned_model(recipe: Recipe, config: FathomConfig) -> FathomForCausalLM:
-    """The run's model on the meta device, with its adapters, in which only that requires a gradient which trains."""
+    """The run's model on the meta device, with its adapters; only the parameters that train require a gradient."""
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     freeze(model, recipe.optim.only)

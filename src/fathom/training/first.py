@@ -3,8 +3,8 @@
 They detect two faults: a training loss that differs from the evaluation loss of the same tokens, and an optimizer that
 destroys the weights within a few steps, so that the loss rises towards ln(vocab_size), that of an untrained model.
 
-Both end the run with a `TrainingError`, whose exit code is 1. `guard.py` decides which steps are skipped, and
-`loop.py` stops a run after too many of them.
+Either fault ends the run with a `TrainingError`, whose exit code is 1. `guard.py` decides which steps are skipped, and
+`loop.py` stops a run after too many of them in a row.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class FirstSteps(Hook):
         self._watched = range(0)
 
     def before_run(self, run: ObservedRun) -> None:
-        """Evaluate the first batch of a run that continues from a checkpoint, unless its losses may differ."""
+        """Evaluate the first batch of a run that begins from `model.from_pretrained`, unless training and
+        evaluation may differ in the loss."""
         self._run = run
         self._watched = range(run.step + 1, run.step + 1 + WATCHED)
         recipe, config = run.recipe, run.training.config

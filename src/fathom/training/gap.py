@@ -4,7 +4,8 @@ a few rounds that approximate decoding, and its perplexity is that of the rounds
 ways. Other models have no gap.
 
 `evaluation/perplexity.py` draws the sample of `fathom evaluate`, and `heldout.py` that of a run.
-`models/trips/slots.py` makes the rounds (`jacobi`), as many as `jacobi_eval` says (`models/recurrences/pondering.py`).
+`models/trips/slots.py` (`jacobi`) makes the rounds. `models/trips/walk.py` decides how many: the option `jacobi_eval`,
+or with `prefill=exact` as many as are exact.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Skips bad steps on the device, without a host synchronisation.
 
-`loop.py` handles signals, and stops a run after too many skipped steps in a row. `first.py` stops a run whose loss
-rises after a start. `experiments/schedule.py` records a run of a comparison that diverges in `failed.json`.
+`loop.py` stops a run after too many skipped steps in a row, and `first.py` stops a run whose loss rises after a start.
+In comparisons and ladders, `experiments/schedule.py` writes `failed.json` for a run that diverged.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Held-out loss: per domain, in bits per byte, and by position in the context.
 
-`data/shards.py` decides which documents are held out (`choose_split`). `first.py` evaluates the first batch.
-`data/batches.py` and `data/rows.py` choose the windows, the same for every model; `results.py` (`flat`) names the
-entries of the log. By `data/targets.py` answers alone count in conversations. In a mixture every collection is scored
-as a domain. Bits per byte count bytes by `bytes_before` in `data/shards.py`. With `kvcache.method` the model attends
-under compression here too, because `kvcache.py` has changed its attention. Iterations per token are counted here too,
-with the rank correlation of a token's loss with them.
+In a mixture every collection is scored as a domain. Iterations per token are counted here too, with their rank
+correlation with the loss. With `kvcache.method` the model attends under compression here as in training.
+
+`data/shards.py` decides which documents are held out (`choose_split`) and how many bytes tokens stand for
+(`bytes_before`). `data/rows.py` chooses the windows (`windows_of`), the same for every model. `data/targets.py` decides
+which tokens of a conversation count. `results.py` (`Evaluation.flat`) names the entries of the log.
 """
 
 from __future__ import annotations

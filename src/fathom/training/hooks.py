@@ -1,7 +1,7 @@
 """Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and your own code.
 
-An exception in a hook ends the run: `Hooks.around` calls every `after_run` and raises it again, and `loop.py`, which
-calls the hooks, does not catch it. `run.stop()` ends a run with a checkpoint (`loop.py`).
+`loop.py` calls the hooks. An exception in a hook ends the run: `Hooks.around` calls every `after_run` and raises the
+exception again, and `loop.py` does not catch it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Train under a compressed cache: set the recipe's policy in the model's attention and configuration.
 
-`optimizer.py` decides which weights train (`freeze`), by default all of them; with `lora` it is `adapters.py`, which
-also merges. Held-out losses are computed under compression too: `heldout.py` runs the model that is changed here.
-`recipe.py` demands `data.packing=windows` and sequences longer than the window. `kvcache/attention.py` attends. An
-export has the policy in its `config.json`, and without Fathom an ordinary cache.
+`kvcache/attention.py` computes the attention, also for held-out losses (`heldout.py`). `optimizer.py` decides which
+weights train (`freeze`), by default all of them; with `lora` it is `adapters.py`. `recipe.py` demands
+`data.packing=windows` and sequences longer than the window. An export keeps the policy in its `config.json`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The training loop, with resuming, logging, evaluating, saving and stopping.
 
-A run directory that holds a run of another recipe is refused (`require_same`).
-A run stops at SIGTERM or SIGINT. Signals that come within three seconds count as one. All ranks then finish the step
-and write a checkpoint. `result.json` is written after the last step alone.
+A run directory that holds a run of another recipe is refused (`require_same`). A run stops at SIGTERM or SIGINT: all
+ranks finish the step and write a checkpoint. Signals that come within three seconds count as one. `result.json` is
+written only after the last step. An exception in a hook ends the run, since nothing catches it.
 
 `build.py` makes a step, `guard.py` decides whether it is skipped, and `first.py` stops a run whose first losses are
-wrong. `branching.py` decides what a branch may change, and `cli/train.py` sets the exit codes. An exception in a hook
-ends the run, since nothing catches it.
+wrong. `branching.py` decides what a branch may change. `cli/train.py` sets the exit code of a run that a signal
+stopped.
 """
 
 from __future__ import annotations

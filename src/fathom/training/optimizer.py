@@ -6,12 +6,12 @@ An optimizer is a class in `OPTIMIZERS`, made by `of(groups, optim)`, that decla
 - `reads_found_inf`: its step changes nothing if its attribute `found_inf` is 1. If false, the host reads whether to
   skip the step, which waits for the device.
 
-`freeze` decides which weights train, by `optim.only`; without it all do. `shares` applies `optim.groups`, and `decays`
-decides which parameters have weight decay: matrices, unless their module exempts them. Parameters of three dimensions,
-such as stacked experts and convolution kernels, are adamw's, with weight decay.
+`freeze` decides which weights train, by `optim.only`; without it all do. `shares` reads `optim.groups`. `decays`
+decides which parameters have weight decay: all of two or more dimensions but those in their module's `no_weight_decay`,
+which `models/hosts/build.py` sets for expert biases and state rates of hosted families. With muon, parameters of three
+dimensions, such as stacked experts and convolution kernels, are adamw's.
 
-A module's `no_weight_decay` names the parameters without weight decay; `models/hosts/build.py` sets it for expert
-biases and state rates of hosted families. `branching.py` decides when a branch must set `optim.schedule`.
+`branching.py` decides when a branch must set `optim.schedule`.
 """
 
 from __future__ import annotations

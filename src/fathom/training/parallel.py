@@ -4,9 +4,9 @@ Everything but a single fp32 process uses FSDP2, with another mesh for each name
 rank, under fsdp it has all ranks, and hsdp has several such groups. Precision, clipping and checkpoints therefore have
 one code path, and a checkpoint opens under any strategy.
 
-`build.py` divides a step's tokens among ranks and micro-batches, and its loss by the targets of all ranks. `loop.py`
-stops all ranks at a signal, and `cli/train.py` sets the exit codes. `experiments/compare.py` trains the runs of a
-comparison one after another under torchrun.
+`data/batches.py` divides a step's sequences among ranks and micro-batches; `build.py` divides the loss by the targets
+of all ranks. `loop.py` stops all ranks at a signal. Under torchrun, `experiments/compare.py` trains the runs of a
+comparison one after another.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 Above the learning rate at which the gradient norm starts to rise, steps counteract each other. GeoGalactica chose its
 learning rate there. A probe is one run without a control: a starting point, not the optimum.
 
-The warm-up, which raises the learning rate from zero, is in `optimizer.py`. A probe whose training fails is stopped by
-`loop.py` after `train.max_skipped` bad steps, and reported too.
+The warm-up is in `optimizer.py`. A probe that diverges is reported too; `loop.py` ends it after `train.max_skipped`
+skipped steps in a row, or `first.py` if the loss rises soon after a start.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Measurements of a step, and the contents of a run's `result.json` and a checkpoint's `trainer.json`.
 
-`Evaluation.flat` names the entries of the log, such as `val/papers/loss` for the held-out loss of a collection.
+`Evaluation.flat` names an evaluation's entries in the log, such as `val/papers/loss` for the held-out loss of a domain.
+`meter.py` names those of a step.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Resolve the name of a checkpoint in a recipe, open the checkpoint, and compute the fingerprint that identifies a
 teacher.
 
-`loop.py` refuses to resume with another teacher. `checkpoints/runs.py` finds a run's newest
-checkpoint, and puts the recipe's keys, such as another mixer, over the checkpoint's (`config_of`); `models/loading.py`
-refuses those that change a shape.
+`loop.py` refuses to resume with another teacher. `checkpoints/runs.py` finds a run's newest checkpoint, and puts the
+recipe's keys, such as another mixer, over the checkpoint's (`config_of`); `models/loading.py` refuses those that change
+a shape (`require_shapes`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Checks that a corpus was made with the tokenizer of the checkpoint that a run continues.
+"""Checks that a corpus was made with the tokenizer of the checkpoint that a run continues, or of its teacher.
 
-A run that resumes or branches is not checked here: `loop.py` refuses another corpus, and with it another tokenizer.
-`data/tokenizer.py` trains and opens tokenizers.
+For a run that resumes or branches only the teacher's tokenizer is checked here: `loop.py` refuses another corpus, and
+with it another tokenizer. `data/tokenizer.py` trains and opens tokenizers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experiment trackers: metrics.jsonl always, wandb, trackio or TensorBoard by name, and the terminal.
 
-`meter.py` computes speed and MFU (`track.peak_flops`), and `heldout.py` the held-out loss of each domain.
+`meter.py` computes speed and MFU (`track.peak_flops`), and `heldout.py` the held-out losses.
 """
 
 from __future__ import annotations

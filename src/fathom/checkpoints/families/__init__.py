@@ -6,7 +6,7 @@
 - `keys.py` accepts, ignores or refuses each key of `config.json`, such as `sliding_window`.
 - `lumia.py` reads released Depth-Attention, DenseFormer, AttnRes and mHC, `ponderlm.py` PonderLM.
 - `nanbeige.py` and `ouro.py` read released loops; `published.py` is only a base class.
-- `hosted.py` and `layouts.py` are families that run transformers' own layers.
+- `hosted.py` and `layouts.py` open families whose layers are transformers' own.
 - `tensors.py` renames tensors; `models/loading.py` refuses those that are missing, unknown or misshapen.
 """
 

@@ -2,7 +2,7 @@
 
 Its dropout is not applied.
 
-`models/modeling.py` (`_positions`) refuses a text beyond its learned positions, and does not count padding.
+`models/modeling.py` (`_positions`) refuses texts longer than its learned positions, and does not count padding.
 """
 
 from __future__ import annotations

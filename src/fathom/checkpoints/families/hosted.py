@@ -3,9 +3,10 @@
 The family's own class reads what its layers compute, so every key that the class knows is followed as the class follows
 it. Other keys are refused by name, but for bookkeeping and for those that published files carry (`PUBLISHED`).
 
-`layouts.py` lists the families, has `add_family`, and says why other types do not open (`CLOSED`). `text_of` here opens
-the text model of a file with a vision tower. `models/loading.py` leaves out multi-token-prediction layers (`mtp`) and
-refuses weights stored as `mxfp4` or `fp8` blocks. `models/hosts/refusals.py` refuses mechanisms.
+`layouts.py` lists the families, has `add_family`, and says why other types do not open (`CLOSED`). `text_of` takes the
+text model's keys from a file with a vision tower. `models/loading.py` leaves out multi-token-prediction layers (`mtp`),
+and refuses weights stored as `mxfp4` or `fp8` blocks. `models/hosts/refusals.py` refuses mechanisms that these layers
+cannot have.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Gemma 4 models whose layers read more than the previous layer's output (inputs of their own, or the keys of another
 layer) are refused here. `keys.py` refuses keys of `config.json` one by one, and `registry.py` the types in `CLOSED`,
-with the reason. `hosted.py` reads the rest of a `config.json`. `models/hosts/refusals.py` refuses mechanisms.
+with the reason. `hosted.py` reads a `config.json`. `models/hosts/refusals.py` refuses mechanisms that these layers
+cannot have.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 Their configurations say `llama` and carry keys of their own (two generations of them); Depth-Attention's tensors
 have Qwen3's names, the three rivals' need renaming, and each contains an unused norm.
 
-A checkpoint without a stride, with two mechanisms or with another `baseline_mode` is refused here, and with
-`use_qk_norm: false` it opens without QK norm. `models/loading.py` refuses unknown tensors. A model's tensors show which
-variant of attention residuals it has (`Lumia.tensors`). Depth-Attention opens with `k_norm_position: after_rope`.
+A Depth-Attention checkpoint without a stride is refused here, and so is one with two mechanisms or with another
+`baseline_mode`. With `use_qk_norm: false` a checkpoint opens without QK norm; otherwise Depth-Attention opens with
+`k_norm_position: after_rope`. A model's tensors show which variant of attention residuals it has (`Lumia.tensors`).
+`models/loading.py` refuses unknown tensors.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A gate chooses the iteration after which each token is read out; the released threshold of 1 always takes the last.
 
-`models/recurrences/exit_gate.py` is this gate.
+The gate is in `models/recurrences/exit_gate.py`.
 """
 
 from __future__ import annotations

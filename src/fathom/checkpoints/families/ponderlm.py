@@ -3,10 +3,10 @@
 Their weights are those of the family that `model_type` names, and the authors' loaders add keys of their own to its
 `config.json`. The family reads everything else; this file says what the keys mean.
 
-Refused by name: `interpolation: true`, a switch that is off among other keys of a pondering model, an `auto_map` that
-names a baseline's file, and unknown keys that are named like these. A `ponder2` model reads prompts with its own number
-of Jacobi rounds. `models/recurrences/ponder.py`, `ponder2.py` and `pondering.py` compute what the options say, and
-`registry.py` calls this file.
+Refused by name: an `interpolation` of PonderLM-2 that is true or missing, a switch that is off among other keys of a
+pondering model, an `auto_map` that names a baseline's file, and unknown keys that are named like these. A `ponder2`
+model reads prompts with its own number of Jacobi rounds. `models/recurrences/ponder.py`, `ponder2.py` and
+`pondering.py` compute what the options say.
 """
 
 from __future__ import annotations

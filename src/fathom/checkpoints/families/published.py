@@ -1,8 +1,9 @@
 """The base of readers of released checkpoints that have a depth mechanism, such as a loop or depth attention.
 
 `lumia.py` recognises and reads Depth-Attention, DenseFormer, attention residuals and mHC, and their variants,
-`nanbeige.py` and `ouro.py` looped models. `ponderlm.py` has the keys of PonderLM and PonderLM-2, whose other keys their
-families' files read. `registry.py` asks each of them whether it reads a `config.json`; `keys.py` refuses other keys.
+`nanbeige.py` and `ouro.py` looped models. `registry.py` asks each of these readers whether a `config.json` is its own,
+and `keys.py` refuses keys that none of them reads. PonderLM and PonderLM-2 are read by the files of their base families
+and `ponderlm.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The supported model families, and how checkpoints of each are read and written.
 
-`../export.py` refuses to write a mechanism as another family (`as_native`).
-
 `Families.configuration` decides which reader gets a `config.json`: `lumia.py`, `nanbeige.py` and `ouro.py` for released
 models with a depth mechanism, then `hosted.py`, then a family's own file, with `ponderlm.py` for the keys of a
-pondering model. `keys.py` refuses keys by name.
+pondering model. `keys.py` refuses keys by name. `../export.py` (`as_native`) refuses to write a model with a mechanism
+as another family.
 """
 
 from __future__ import annotations

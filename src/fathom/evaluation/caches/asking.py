@@ -2,8 +2,7 @@
 answer is the likeliest; the nats are recorded too. RULER's answers are generated greedily, and score the share of
 expected strings that appear.
 
-Questions are spread evenly over tasks, places and numbers of compressions. All caches get the prompts of
-`make_prompts`; `questions.py` pairs their answers with those of the full cache.
+All caches get the prompts of `make_prompts`; `questions.py` pairs their answers with those of the full cache.
 """
 
 from __future__ import annotations

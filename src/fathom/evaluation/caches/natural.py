@@ -4,7 +4,7 @@ one        one needle
 several    four needles about different cities
 lookalike  one needle, two other numbers of the same city, and the same number's name for another city
 
-`asking.py` scores the answers, `prompts.py` places the question. LongBench's files are read by `../tasks.py`.
+`asking.py` scores the answers, and `prompts.py` places the question.
 """
 
 from __future__ import annotations

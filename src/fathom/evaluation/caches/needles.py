@@ -4,7 +4,8 @@ between.
 A needle binds a key to a value. After a question the text continues, so answers are predicted but never read. A cache
 can carry one needle as a constant over the whole memory, but not several, so several are the real test.
 
-`natural.py` has needles in words, `ruler.py` the tasks of RULER; `evaluate.py` chooses texts and numbers of needles.
+`natural.py` has needles in words, and `ruler.py` the tasks of RULER. `evaluate.py` chooses texts and numbers of
+needles.
 """
 
 from __future__ import annotations

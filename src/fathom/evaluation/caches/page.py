@@ -1,6 +1,6 @@
 """The report on caches: numbers, verdict, tables for a terminal, and a page.
 
-`questions.py` has the tables of questions, and leaves tasks out of the verdict that the full cache does not solve.
+`questions.py` has the tables of questions, and leaves out of the verdict the tasks that the full cache does not solve.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Summaries of the answers: scores by task and place of the question, the tasks that the full cache solves, and
 differences from the full cache.
 
-`prompts.py` places a question before or after the last compression (`inside`, `outside`), and `asking.py` spreads the
-questions evenly over places.
+`prompts.py` places a question before or after the last compression (`inside`, `outside`), and `asking.py` spreads
+questions evenly over both places.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ the normal distribution function, so that each trait is uniform over models), an
 coat and the light behind it. A small change of the sketch is a small change of the picture, since all traits are
 blended and none is chosen by a maximum.
 
-`lineage/huref.py` makes the sketch. `commitments.py` and `verification.py` compare sketches by their cosine.
+`cards.py` makes the sketch (`sketch`). To verify one, `commitments.py` and `verification.py` take cosines of sketches.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ The blend is linear:
 
 With `blend: learned`, λ is a parameter that starts at zero, next to a gain on `a` (`gates.py`).
 
-`pretrained.py` passes the training step on (`set_step`), stops a training that never does so, and saves a model with
-the current λ; transformers' Trainer needs `training/callback.py`. `deepen/request.py` decides with which λ a mechanism
-is added, and that `blend_steps` opens it by default. A mechanism without learned gates says `learns = False` in its
-options; one that cannot start as the model without it has `closed=None` in its declaration.
+`pretrained.py` passes the training step on (`set_step`), stops a training with `blend_steps` that never calls it, and
+saves a model with the current λ; transformers' Trainer needs `training/callback.py`. `deepen/request.py` adds a
+mechanism with the λ of its `closed` (`roles.py`), and by default opens it by `blend_steps`. A mechanism whose `blend`
+cannot be learned says `learns = False` in its options.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ Which mechanisms may have learned gates is decided by `learns` (`blend.py`), and
 
 Gates are parameters, so checkpoints and exports keep them; they get no weight decay (`no_weight_decay`). `blend.py` has
 the options `blend`, `gates`, `blend_steps` and `shuffled`. `deepen/heal.py` gives gates a larger learning rate
-(`optim.groups`, by `training/optimizer.py`), and `deepen/screen.py` scores closed gates without training. The controls
-are `mixers/value_gain.py` and `residuals/branch_gain.py`.
+(`optim.groups`), and `deepen/screen.py` scores closed gates without training. The controls are `mixers/value_gain.py`
+and `residuals/branch_gain.py`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 function.
 
 If tokens halt, the host needs the number of continuing tokens to size the next iteration: one read per iteration, in
-decoding and with `skip_dead_rows`. The callers are in `trips/slots.py` and `trips/slot_table.py`. Packed documents cost
-one read per forward pass, in transformers' mask functions. By default a training step reads nothing
-(`training/build.py`).
+decoding and with `skip_dead_rows` (`TokenSubset` in `trips/slots.py`). Experts cost one read in each layer
+(`decoder/experts.py`), packed documents one for each kind of mask, in transformers. By default a training step reads
+nothing.
 """
 
 from __future__ import annotations

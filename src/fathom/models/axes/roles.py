@@ -7,11 +7,13 @@ Each base class *is* the first value of its axis: a `ValueMixer` that mixes noth
 State is functional: methods return new tensors and mutate nothing. A list that is changed inside a layer would break
 activation checkpointing and FSDP2 without an error.
 
-`../pretrained.py` calls `set_step` of all mechanisms, and refuses to train if nobody calls its own. `../registry.py`
-builds the parameters of `per_visit`, and refuses it where iterations do not follow one another (`check_visits`).
+`../pretrained.py` calls `set_step` of all mechanisms. If nobody calls the model's own, it refuses to train with
+`blend_steps`, and warns of other schedules. `../registry.py` builds the parameters of `per_visit`, and refuses it
+without iterations that follow one another (`check_visits`).
 
-`trips/slots.py` calls `gate` and `feed`, and keeps the state of halted tokens. A recurrence under the view ALL derives
-from `Solved` (`recurrences/pondering.py`). `training/optimizer.py` reads `no_weight_decay`.
+`trips/slots.py` (`sweep`) calls `gate` and `feed`, and keeps the state of halted tokens; for drafts
+`trips/speculation.py` calls them. A recurrence under the view ALL derives from `Solved` (`recurrences/pondering.py`).
+`training/optimizer.py` reads `no_weight_decay`.
 """
 
 from __future__ import annotations

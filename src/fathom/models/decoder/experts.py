@@ -9,8 +9,8 @@ router. Tokens are sorted by expert and each expert is called once. No expert ha
 The loss that balances them is in `hosts/router.py`. Under `torch.compile` every expert computes every token (`_all`).
 
 `configuration.py` refuses `experts` for a family with layers of its own. `cost.py` counts the parameters that a token
-uses, which `fathom train --dry-run` prints. `experiments/arms.py` replaces `as-large-as-` by a number of experts.
-`families/registry.py` (`unlike`) finds no other family with these experts, so `form=native` is refused.
+uses. `experiments/arms.py` replaces `as-large-as-ARM` by a number of experts. No family of
+`checkpoints/families/registry.py` has these experts (`unlike`), so `form=native` is refused.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Its two forms:
 gated    down(act(gate(x)) ⊙ up(x))        a kernel may compute silu(gate) ⊙ up
 plain    down(act(up(x)))
 
-`experts.py` has the sparse form, a mixture of experts, and chooses between the two.
+`experts.py` has the mixture of experts, and decides whether a layer has it or one such MLP (`feed_forward`).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Rows are taken in chunks. While a chunk's logits are at hand, their gradient is 
 so backward has nothing left to compute and `[B, T, V]` never exists. It costs the same three matrix products as the
 plain way.
 
-In a run, `training/build.py` passes the number of targets of the global batch, by which every loss is divided.
+In a run, `training/build.py` passes the number of targets of the global batch, by which the loss is divided.
 
 `modeling.py` decides when labels give a loss and no logits: in training, unless `return_logits=True`.
 """

@@ -8,7 +8,7 @@ A backbone may rotate a part of each head (`partial_rotary_factor`), rotate in f
 layer type, or have no angles because its positions are learned.
 
 `generation.py` reads a text again when its length changes the angles; `rereads` in `configuration.py` says for which
-families.
+models.
 
 Every iteration of a token has the token's position (`trips/walk.py`).
 """

@@ -4,8 +4,8 @@ Attention hides padding and other documents by its mask. A state has no mask: pa
 and the next document of a packed row finds what the last one left. So such a layer reads packed documents as rows of
 their own, and a row's padding before its tokens, where every state is still zero. What it returns is put back.
 
-Padding inside a text that is longer than a layer's window is refused (`check_windows`). `modeling.py` returns no cache
-from a packed forward pass.
+Padding inside a text that is longer than a layer's window is refused (`check_windows`). With layers that have a state,
+`modeling.py` returns no cache from a packed forward pass.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Every attention of transformers updates a cache with keys and values, then calls the attention function of its
 configuration with the query. A `Handover` stands in for the cache and passes keys and values through. The function
-`attend` finds it among its keywords, mixes and stores the value there, and calls the real backend. A mixer changes
-nothing else in the cache, in hosted layers and in `modeling.py` (`Attention`): one key and one value per visit.
+`attend` finds it among its keywords, mixes and stores the value there, and calls the real backend. A mixer adds nothing
+to the cache, in hosted layers and in `modeling.py` (`Attention`): a visit stores one key and one value.
 
 With `kv: first` a later iteration gets the keys and values of the first (`lent`); those that the family's projections
 make are discarded, but counted as cost (`cost` in `recurrences/looping.py`).

@@ -7,7 +7,7 @@ With s the family's scale and H heads, a mixer sees one head, whose key is [c; r
 
 The cache holds the mixed latent and r, and is as large as before. A mixed latent makes keys too.
 
-`layer_cost.py` counts the FLOPs of the mean query (`mixer_cost`). `refusals.py` refuses mixed keys here.
+`layer_cost.py` counts the FLOPs of the mean query (`mixer_cost`). `refusals.py` refuses `mixes: key` and `both`.
 """
 
 from __future__ import annotations

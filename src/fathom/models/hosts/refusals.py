@@ -1,10 +1,10 @@
 """Checks that refuse what a hosted decoder (a family's own layers) does not support, with one-line errors.
 
-`arrangement.py` refuses padding inside a text, and padding after a stored state.
+`arrangement.py` refuses padding inside a text that is longer than a window, and padding after a stored state.
 
 These checks concern mechanisms. `checkpoints/families/layouts.py` refuses configurations of the families themselves,
 such as Gemma 4 with shared keys, and `keys.py` next to it keys of `config.json`, such as an unread `sliding_window`.
-`registry.py` next to it refuses types that do not open, and `../loading.py` weights stored as `mxfp4` or `fp8` blocks.
+`registry.py` next to it refuses types that do not open, and `../loading.py` block-quantised weights (`mxfp4`, `fp8`).
 """
 
 from __future__ import annotations

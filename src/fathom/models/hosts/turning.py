@@ -4,7 +4,7 @@ Scores between rotated queries and keys of two such layers would depend on a tok
 hands over rotated ones. Its own function turns them back: angles a stand for a factor r e^{ia} (r is 1 but for some
 scaled kinds of rotary embedding), and those of e^{-ia} / r undo it.
 
-`FathomConfig.mixes_unrotated` says for which models.
+`let_turn` decides this for a family's layers, and `mixes_unrotated` in `configuration.py` for Fathom's own.
 """
 
 from __future__ import annotations

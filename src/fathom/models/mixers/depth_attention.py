@@ -25,9 +25,9 @@ einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into
 hand-written backward, which keeps no float32 copies; a few decoded tokens on a CPU take fewer calls (`mix_few`).
 
 `schedule.py` decides which layers are sources, and `trips/slots.py` which of their earlier iterations. `modeling.py`
-norms and rotates keys before the mixer scores them (`k_norm_position`, `Attention._mixed`). If layers rotate
-differently, it mixes un-rotated keys and rotates the result: `configuration.py` decides when (`mixes_unrotated`), and
-`hosts/turning.py` does it for a family's own layers. `families/lumia.py` opens the released weights.
+(`Attention._mixed`) norms and rotates keys before the mixer scores them. If layers rotate differently
+(`mixes_unrotated` in `configuration.py`), it hands over un-rotated keys and rotates those that come back;
+`hosts/turning.py` decides and does this for a family's own layers. `families/lumia.py` opens the released weights.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ sources.
 The strided layers are an absolute grid, those with i mod stride = 0, whatever layer reads them. `../trips/slots.py`
 adds the sources of earlier iterations (`across_trips`).
 
-Schedules over training steps are elsewhere: `blend_steps` in `../axes/blend.py`, and `set_step`, with the error if
-nobody calls it, in `../pretrained.py`.
+Schedules over training steps are elsewhere: `blend_steps` in `../axes/blend.py`, `set_step` in `../pretrained.py`.
 
 `registry.py` (`check_trips`) refuses values of `across_trips` that a recurrence excludes, such as all but `none` with
 `kv: first`.

@@ -6,7 +6,7 @@ The mixed value:
 
 With `blend: learned` the mean is over the sources alone: ṽ_ℓ = (1 + g) v_ℓ + λ mean_{j ∈ D_ℓ} ṽ_j.
 
-`schedule.py` decides which layers are sources. `axes/blend.py` and `axes/gates.py` decide `blend` for all mechanisms.
+`schedule.py` decides which layers are sources. `axes/blend.py` has `blend`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The gains:
 
 g and a start at zero. Nothing is mixed, so a mechanism that does no better than this has found a gain.
 
-`axes/gates.py` has the gains themselves. `residuals/branch_gain.py` is the control of residuals and loops.
+`axes/gates.py` has the gains' parameters. `residuals/branch_gain.py` is the control of residuals and loops.
 """
 
 from __future__ import annotations

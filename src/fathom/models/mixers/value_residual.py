@@ -6,10 +6,8 @@ The mixed value:
 
 With `blend: learned`, ṽ_ℓ = (1 + g) v_ℓ + λ v_0.
 
-`axes/blend.py` and `axes/gates.py` decide `blend` for all mechanisms.
-
 In a loop v_0 is that of the same iteration, or layer 0's one value if that layer is in the prelude (`_sources` in
-`trips/slots.py`). Sources keep their gradients.
+`trips/slots.py`). Gradients reach v_0. `axes/blend.py` has `blend`.
 """
 
 from __future__ import annotations

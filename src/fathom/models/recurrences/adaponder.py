@@ -25,13 +25,12 @@ With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every iteration repeat
 Training computes halted tokens and discards them; with `skip_dead_rows` it leaves them out (`roles.py` chooses,
 `walk.py` does it).
 
-With `trips: 1` or shut gates the model computes what the vanilla decoder does. A gate that shuts too early never opens
-again, because a halted token gives it no gradient.
+With `trips: 1` or shut gates the model computes what the vanilla decoder does. A gate that is shut for all tokens stays
+shut, because no gradient of the cross-entropy reaches it.
 
-`trips/slots.py` freezes a halted token's output, and counts its later gates as 0 (`TokenSubset.put`). `trips/walk.py`
-leaves sequences whose token halted out of decoding, `trips/slot_cache.py` stores only the iterations that were made,
-and `trips/reading.py` decides which of them other tokens read. `pondering.py` has `top_k`, `temperature`,
-`mixture_gain` and the gates' MLP. `lens/look.py` counts each token's iterations.
+`trips/slots.py` keeps a halted token's output, and counts its later gates as 0 (`TokenSubset.put`). `trips/walk.py`
+leaves halted tokens out of decoding, and `trips/reading.py` decides which of their iterations other tokens read.
+`pondering.py` has `top_k`, `temperature`, `mixture_gain` and the gates' MLP.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ reads the keys and values which the halted token made in its last iteration, min
 one forward pass over a text as in decoding. Training makes all iterations.
 
 `deepen/exits.py` chooses τ so that the loss rises by a bounded amount. `trips/walk.py` leaves halted tokens out of
-decoding, in `generate` and `serve`; `trips/slots.py` keeps their readouts, and `trips/reading.py` has the rule
-min(k, halt). `looping.py` refuses `exit_confidence` with a coda, `kv: first`, damping, a blend or an exit gate, and
+decoding, in `generate` and `serve`; `trips/slots.py` keeps their readouts, and `trips/reading.py` has that rule.
+`looping.py` refuses `exit_confidence` with a coda, `kv: first`, damping, `blend`, `growth` or an exit gate, and
 `trips/engines.py` refuses engines that keep one key and value for each token. `exit_gate.py` is the trained gate.
 """
 
@@ -61,7 +61,7 @@ class ConfidenceExit(Recurrence):
         return ConfidenceOptions.of(config).exit_confidence is not None
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also which tokens go on; every iteration but the last costs one product with the head."""
+        """Also which tokens go on. Outside training this takes logits after each iteration but the last."""
         new = super().gate(out, state)
         if self.confidence is None or out.last:
             return new

@@ -2,8 +2,9 @@
 
 All other draws of a step are seeded in `training/build.py`, with (seed, step, rank).
 
-`pretrained.py` (`set_step`) tells the step. `training/build.py` sets the option `seed` to `train.seed` where it is
-null. `pondering.py` draws Jacobi rounds, and `growth.py` limits a draw to the iterations grown so far.
+`pretrained.py` (`set_step`) passes the step on. `training/build.py` sets the option `seed` to `train.seed` where it is
+null. `pondering.py` draws Jacobi rounds and the tokens of a penalty, and `growth.py` limits a draw to the iterations
+grown so far.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The loss:
 
 The readout after iteration k equals that of the model with `max_trips=k + 1`. Off by default.
 
-`looping.py` refuses it with a coda, damping, `blend`, `growth` or exits.
+In a loop, `looping.py` refuses it with a coda, damping, `blend`, `growth` or an exit gate.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ iteration opens over `growth_open` of the steps: λ rises from 0 at the first st
 So at that step the loss is that of one iteration fewer, to the last bit. All of it is a function of s and S: a resumed
 run continues as it would have.
 
-`looping.py` refuses `growth` with injection, norms between iterations, damping or exits. A model saved during growth
-has the iterations so far (`settle`, called by `pretrained.py` on saving).
+`looping.py` refuses `growth` with injection, norms between iterations, damping, `early_loss` or exits. A model saved
+during growth has the iterations so far (`settle`, called by `pretrained.py` on saving).
 """
 
 from __future__ import annotations

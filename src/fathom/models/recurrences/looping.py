@@ -15,8 +15,8 @@ after the prelude, and n a norm between iterations:
 With `kv: first` later iterations make queries only, and attend to the keys and values that each layer made in the
 first: the cache is that of a model without a loop.
 
-With `exit_confidence` a token whose prediction is sure makes no further iteration (`confidence.py`). `exit_gate.py` has
-`exit` and `exit_entropy`.
+With `exit_confidence` a token whose prediction is sure makes no further iteration (`confidence.py`). With `exit` a gate
+chooses which iteration is read out (`exit_gate.py`).
 
 With `growth` iterations are added one by one in training (`growth.py`).
 
@@ -35,10 +35,10 @@ read every iteration (view ALL).
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
 readout has one more matrix; here the first iteration starts from e as it is).
 
-`trips/slots.py` decides which layers loop (`prelude`, `coda`), a mixer's sources and what `kv: first` borrows;
-`trips/walk.py` starts residuals over with each iteration; `draws.py` draws `trips_range`; `modeling.py` (`trips_asked`)
-applies `max_trips`. `registry.py` refuses `across_trips` with `kv: first`, which `trips/speculation.py` (drafts),
-`trips/engines.py` and `kvcache/rope.py` (compressed caches) refuse. `checkpoints/export.py` unrolls a plain loop.
+`trips/slots.py` decides a mixer's sources and what `kv: first` borrows; `trips/walk.py` starts residuals over with each
+iteration; `draws.py` draws `trips_range`; `modeling.py` (`trips_asked`) applies `max_trips`. With `kv: first`,
+`registry.py` refuses `across_trips`, `trips/speculation.py` drafts, `trips/engines.py` engines with caches of their
+own, and `kvcache/rope.py` compressed caches. `checkpoints/export.py` unrolls a plain loop.
 """
 
 from __future__ import annotations

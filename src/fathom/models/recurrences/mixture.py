@@ -7,7 +7,7 @@ The mixture is
 The logits of a batch never exist at once: rows are processed in chunks, and the backward pass recomputes them. If only
 a small part of the vocabulary is mixed, the backward pass touches only the used rows of the two tables.
 
-`pondering.py` has the options, such as `top_k`, and scales the mixture like the embeddings (`mixed`).
+`pondering.py` has the options, such as `top_k`, and scales the mixture to the embeddings' scale (`mixed`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ rounds replace the order in time. No parameters and no additional loss.
 
 `trips/reading.py` decides what a slot of view ALL reads. `pondering.py` has the options of the Jacobi rounds and draws
 their number, `trips/slots.py` (`jacobi`) makes them, and `models/cost.py` counts them. `registry.py` refuses a mixer's
-`across_trips`, `generation.py` prompts in chunks.
+`across_trips`, and `generation.py` prompts in chunks unless `prefill` is `exact`.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quali
 iteration k. The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
 
 `pondering.py` draws the sample and the Jacobi rounds, `trips/slots.py` makes the rounds, and `axes/numerics.py`
-(`lowest_mean`) takes the lowest share; a share below one token shrinks the penalty in proportion.
+(`lowest_mean`) takes the lowest share.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Shared parts of the pondering recurrences: options, penalties, the mixture that is fed back, and the cost of an
 iteration.
 
-`ponder.py`, `ponder2.py`, `ponder3.py`, `adaponder.py` and `latent_cot.py` decide what they feed back and which tokens
-halt. `trips/slots.py` keeps the results of halted tokens and makes the Jacobi rounds (`jacobi`); `trips/walk.py` leaves
-halted tokens out and decides the passes of `prefill: exact`, without which `generation.py` refuses to read a prompt in
-chunks. `draws.py` draws at random in training; `training/build.py` sets `seed` to `train.seed` where it is null.
-`mixture.py` computes the mixture of the vocabulary, and `ponder.py` makes pauses.
+`ponder.py` and `adaponder.py` decide what they feed back, for the others `Pondering.feed` does. `adaponder.py`,
+`latent_cot.py` and `ponder3.py` decide which tokens halt, and `trips/slots.py` keeps their results. `trips/slots.py`
+also makes the Jacobi rounds (`jacobi`). `trips/walk.py` decides the passes of `prefill: exact`, without which
+`generation.py` refuses to read a prompt in chunks under the view ALL. `draws.py` has the random numbers of training.
 """
 
 from __future__ import annotations

@@ -8,6 +8,6 @@
     branch_gain.py              the control: a learned gain on every sub-layer's output
 
 A state starts over with each iteration of a loop, from the iteration's input (`begin`, called by `trips/walk.py`).
-`axes/roles.py` has the base class and `per_visit`, `registry.py` the parameters that it gives each iteration, and
-`axes/blend.py` decides `blend`.
+`axes/roles.py` has the base class and the option `per_visit`, by which `registry.py` (`add_residuals`) gives each
+iteration its own parameters. `axes/blend.py` has `blend`.
 """

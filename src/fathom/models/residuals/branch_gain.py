@@ -10,7 +10,7 @@ layer:
 
     x ← x + λ u              in iterations after the first
 
-`axes/gates.py` has the gains themselves. `mixers/value_gain.py` is the control of mixers.
+`axes/gates.py` has the gains' parameters. `mixers/value_gain.py` is the control of mixers.
 """
 
 from __future__ import annotations

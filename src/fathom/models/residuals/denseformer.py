@@ -7,10 +7,10 @@ The average:
 With `dilation` δ, block i reads the X_j with j ≡ i + 1 (mod δ); with `period` p, only every p-th block averages.
 α starts one-hot on the newest, so a pretrained model starts as itself.
 
-The state keeps every block's output until the last block, whatever `dilation` and `period` read. α is a vector, so it
-gets no weight decay (`decays` in `training/optimizer.py`). In a loop each iteration begins with its own input as X_0
-(`trips/walk.py` calls `begin`), all iterations share α, and weights without a block are not used.
-`families/lumia.py` opens the released checkpoint.
+The state keeps every block's output until the iteration ends, whatever `dilation` and `period` read. α is a vector, so
+it gets no weight decay (`decays` in `training/optimizer.py`). In a loop each iteration begins with its own input as X_0
+(`trips/walk.py` calls `begin`), all iterations share α, and weights without a block are not used. `families/lumia.py`
+opens the released checkpoint.
 """
 
 from __future__ import annotations

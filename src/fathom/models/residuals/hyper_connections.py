@@ -14,10 +14,9 @@ all, starts that projection at zero, and sums the streams in the end.
 
 With a `form` other than `paper` the streams are those of a released model: see `released_streams.py`.
 
-In a loop each iteration ends with the learned mean of the streams, which the final norm reads, and begins with copies
-of it: `trips/walk.py` calls `read` and `begin`. `registry.py` makes the maps of each iteration (`per_visit`), and
-refuses `per_visit` without iterations that follow one another. `axes/blend.py` has `blend`, and `families/lumia.py`
-opens the released mHC checkpoint.
+In a loop each iteration begins with copies of its input and ends with the learned mean of the streams, which the final
+norm reads: `trips/walk.py` calls `begin` and `read`. With `per_visit`, `registry.py` (`add_residuals`) gives each
+iteration maps of its own. `axes/blend.py` has `blend`, and `families/lumia.py` opens the released mHC checkpoint.
 """
 
 from __future__ import annotations

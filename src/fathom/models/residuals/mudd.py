@@ -20,10 +20,10 @@ p starts as 1, g_r as 0.001, and a as 0, so this too starts as the pretrained mo
 With `last` n only the last n layers and the final norm read sums. With `sources: few` these are sums of the embeddings,
 of what enters the middle layer, and of X_i.
 
-In a loop each iteration ends with the final sum (`trips/walk.py`). Queries, keys and values read different inputs,
-unless `ways` is `r`: `trips/engines.py` then refuses vLLM, and `hosts/refusals.py` a family's own layers. The mixed
-inputs go through the layer's projections, values too (`modeling.py`). MUDDFormer's checkpoints do not open: the decoder
-has one feed-forward width (`intermediate_size`) for all layers.
+In a loop each iteration ends with the final sum (`trips/walk.py`). Queries, keys and values read different inputs
+unless `ways` is `r`; where they do, `trips/engines.py` refuses vLLM and SGLang, and `hosts/refusals.py` a family's own
+layers. The mixed inputs go through the layer's projections (`modeling.py`). MUDDFormer's checkpoints do not open: the
+decoder has one feed-forward width (`intermediate_size`) for all layers.
 """
 
 from __future__ import annotations

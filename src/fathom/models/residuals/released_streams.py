@@ -20,8 +20,7 @@ For one sub-layer F, with S_1 … S_n the streams, r their joint root mean squar
 The final norm reads such an x, and a layer norms the x that it reads once more, which that model does not.
 
 Around these residuals the decoder is Fathom's, so no file of `checkpoints/families/` opens these models' checkpoints.
-`families/lumia.py` opens the released mHC and attention residuals, and recognises the variant of the latter.
-`hyper_connections.py` has the options and the paper's form, `normed_pooling.py` Inkling-2's attention residuals.
+`hyper_connections.py` has the options and the paper's form.
 """
 
 from __future__ import annotations

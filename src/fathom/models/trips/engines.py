@@ -8,13 +8,14 @@ iterations needs a bank for each visit (layer, iteration): if iterations shared 
 overwrite an earlier one, and the tokens would be wrong without an error. So the engine gets a configuration with as
 many layers as the plan has visits (`engine_config`), and its attention gets a `Seat`: the layer's module under the
 index of the visit's bank. vLLM attaches a cache to each module that calls attention, so it finds a `Bank` for each
-visit (`take_banks`). A model that cannot be served so is refused by name (`RULES`): one whose tokens halt or read other
-iterations, since such an engine keeps one key and value for each token, and one whose queries, keys and values read
-different inputs (`mudd`), since vLLM fuses their projections. This file is part of every export, so exports
-refuse it too.
+visit (`take_banks`). A model that cannot be served so is refused by name (`RULES`): one with `kv: first`, or whose
+tokens halt, or whose iterations read others, since such an engine stores one key and value of each token wherever it
+attends; and one whose queries, keys and values read different inputs (such as `mudd`), since vLLM fuses their
+projections. This file is part of every export, so exports refuse it too.
 
-`inference/vllm_plugin.py` registers models with vLLM, `inference/vllm_model.py` is vLLM's class, and `generation.py`
-calls transformers' continuous batching (`generate_batch`). `fathom serve` has its own batches (`inference/batches.py`).
+`inference/vllm_plugin.py` registers models with vLLM, `inference/vllm_model.py` has the class that vLLM runs, and
+`generation.py` prepares transformers' continuous batching (`generate_batch`). `fathom serve` has its own batches
+(`inference/batches.py`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ A pass has one `ReadingRule` for all layers of a kind. It holds the tags of the 
 of blocks whether none, some or all of its slots read one another. The kernel calls the function only for blocks with
 some.
 
-`walk.py` decides when FlexAttention is refused, and `training/build.py` refuses it for training on a CPU or MPS.
-`attend_by_rule` here refuses `attention_dropout`, and adds biases such as `ponder3`'s log w to the scores, in the
-kernel.
+`walk.py` refuses FlexAttention for gradients on a CPU or MPS, which `training/build.py` refuses before a run, and for a
+static cache of slots. `attend_by_rule` here refuses `attention_dropout`, and adds biases such as `ponder3`'s log w to
+the scores, in the kernel.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Rotary positions never depend on the iteration.
 
 `sweep` is the loop that defines every recurrence: iteration, gate, feed. With one token and a cache it is decoding.
 With all tokens in parallel it computes the same at once, if the view allows it (SAME, DUO); under ALL, `jacobi` wraps
-it. Neither knows any mechanism. `reading.py` decides what an iteration may read, and `walk.py` makes it.
+it. Neither knows any mechanism. `reading.py` decides what an iteration may read, and `walk.py` makes its pass.
 
 A token that halted keeps its state, and so its output (`TokenSubset.put`); values that it lacks, such as later gates,
 are 0. `plan` also lists which visits a mixer reads: `across_trips` adds those of earlier iterations.

@@ -10,11 +10,10 @@ else draw from the normalised max(p - q, 0)).
 
 Rows of a batch advance together, as far as the row with the shortest run.
 
-This is for `generate`. In `fathom serve`, `inference/drafting.py` decides when to draft, and `inference/batches.py`
-makes and checks the drafts.
+`decode` is for `generate`. In `fathom serve`, `inference/drafting.py` decides when to draft, and `inference/batches.py`
+makes and checks the drafts, by `Stages`.
 
-`check_speculation` refuses a coda, halting, views other than SAME and `kv: first`. The number of drafts rises by one if
-all were right, and falls by one otherwise (`decode`).
+`check_speculation` refuses a coda, halting, views other than SAME and `kv: first`.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ two cases. Without a cache (training, evaluation), keys and values of earlier it
 (`Dense`; `Packed` leaves halted tokens out), or, under ALL, all slots go through the stack side by side
 (`Interleaved`). With a cache (inference), they are in the slot cache (`Stored`).
 
-Decoding neither computes nor stores halted tokens (`Stored`), training computes and discards them unless
-`skip_dead_rows` is set. In each iteration the residual begins anew with the iteration's input and ends with its final
-read, so nothing else passes from one to the next (`_through`).
+Decoding neither computes nor stores halted tokens, unless it is compiled (`_stored`); training computes and discards
+them unless `skip_dead_rows` is set. In each iteration the residual begins anew with the iteration's input and ends with
+its final read, so its state does not pass to the next iteration (`_through`).
 
-`slots.py` has the solvers, `sweep` and `jacobi`, and the plan of layers. FlexAttention is refused here for gradients on
-a CPU or MPS, and for a static cache of slots. `slots.py` keeps a halted token's result, and `modeling.py`
-(`trips_asked`) decides how many iterations a pass makes.
+`slots.py` has the solvers, `sweep` and `jacobi`, and the plan of layers, and keeps a halted token's result.
+FlexAttention is refused here for gradients on a CPU or MPS, and for a static cache of slots. `modeling.py`
+(`trips_asked`) decides how many iterations a forward pass makes.
 """
 
 from __future__ import annotations
