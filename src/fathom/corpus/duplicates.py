@@ -481,10 +481,13 @@ def _clusters(near: Numbers, similar: NDArray[np.float64]) -> Iterator[tuple[lis
     indices = indices.reshape(-1, 2)
     graph = coo_array((np.ones(len(near), np.int8), (indices[:, 0], indices[:, 1])), shape=(len(places),) * 2)
     _, labels = connected_components(graph, directed=False)
-    neighbours: dict[int, dict[int, float]] = {}
-    for (one, other), value in zip(near.tolist(), similar.tolist(), strict=True):
-        neighbours.setdefault(one, {})[other] = value
-        neighbours.setdefault(other, {})[one] = value
-    order = np.argsort(labels, kind="stable")
-    for members in np.split(places[order], np.flatnonzero(np.diff(labels[order])) + 1):
-        yield members.tolist(), {one: neighbours.pop(one) for one in members.tolist()}
+    within = labels[indices[:, 0]]  # a pair's cluster
+    documents, pairs = np.argsort(labels, kind="stable"), np.argsort(within, kind="stable")
+    last, last_pair = np.cumsum(np.bincount(labels)), np.cumsum(np.bincount(within))
+    for number in range(len(last)):  # by slices: millions of clusters are not held as objects
+        start, first = (last[number - 1], last_pair[number - 1]) if number else (0, 0)
+        members, its = places[documents[start : last[number]]].tolist(), pairs[first : last_pair[number]]
+        neighbours: dict[int, dict[int, float]] = {member: {} for member in members}
+        for (one, other), value in zip(near[its].tolist(), similar[its].tolist(), strict=True):
+            neighbours[one][other] = neighbours[other][one] = value
+        yield members, neighbours
