@@ -86,8 +86,8 @@ class Training:
     def step(self, step: int, batches: Sequence[Batch] | None = None) -> StepMetrics:
         """One optimizer step. A pure function of the weights, the optimizer's state and `step`.
 
-        It reads nothing back from the device unless an optimizer lacks `reads_found_inf`: its numbers stay tensors
-        until `meter.py` reads them for the log.
+        It reads nothing back from the device but how many tokens each expert has, unless an optimizer lacks
+        `reads_found_inf`: its numbers stay tensors until `meter.py` reads them for the log.
         """
         recipe, ranks, model = self.recipe, self.ranks, self.model
         if batches is None:
