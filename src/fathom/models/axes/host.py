@@ -3,8 +3,8 @@ function.
 
 If tokens halt, the host needs the number of continuing tokens to size the next iteration: one read per iteration, in
 decoding and with `skip_dead_rows` (`TokenSubset` in `trips/slots.py`). Experts cost one read in each layer
-(`decoder/experts.py`), packed documents one for each kind of mask, in transformers. A training step reads nothing else by
-default.
+(`decoder/experts.py`), packed documents one for each kind of mask, in transformers. A training step reads nothing else
+by default.
 """
 
 from __future__ import annotations

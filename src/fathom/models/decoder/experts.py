@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ..axes.host import to_host
 from ..axes.numerics import widen
@@ -71,7 +70,7 @@ class SparseFeedForward(KeepsLogits, nn.Module):
         if chosen.is_meta:  # which has no numbers: as if all experts were visited equally often
             sizes = [count // experts + (e < count % experts) for e in range(experts)]
         else:
-            sizes = to_host(F.one_hot(chosen.flatten(), experts).sum(0))
+            sizes = to_host((chosen.view(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0))
         order = chosen.flatten().argsort(stable=True)  # [N k], a token's k copies by expert
         parts = x.index_select(0, order // self.top_k).split(sizes)
         # In training an expert without tokens is called too, so that all ranks have gradients of the same parameters.
