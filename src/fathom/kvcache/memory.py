@@ -256,6 +256,11 @@ class Memory(CacheLayerMixin):
         return type(self) is Memory and self.state is None and isinstance(self.schedule, Once)
 
     @property
+    def is_croppable(self) -> bool:
+        """As transformers 5.24 asks before assisted decoding, after the prompt: whether guesses can be removed again."""
+        return self.adds
+
+    @property
     def prompt(self) -> int | float:
         """The number of tokens after which no compression follows: infinity in a cache that is compressed again and
         again."""
