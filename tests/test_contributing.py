@@ -174,8 +174,8 @@ WALKS = {
         {
             "src/fathom/data/sources.py": (
                 (
-                    "from fathom.data.shards import first_line\n",
-                    "from fathom.data.sections import ini_rows\nfrom fathom.data.shards import first_line\n",
+                    "from fathom.data.shards import",
+                    "from fathom.data.sections import ini_rows\nfrom fathom.data.shards import",
                 ),
                 ('"tsv", "parquet"]', '"tsv", "ini", "parquet"]'),
                 (
