@@ -257,7 +257,7 @@ class Memory(CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        """As transformers 5.24 asks before assisted decoding, after the prompt: whether guesses can be removed again."""
+        """Whether guesses can be removed again; transformers 5.24 asks after the prompt."""
         return self.adds
 
     @property
