@@ -81,6 +81,7 @@ def siblings() -> list[Item]:
     ]
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_damaged_question_of_a_shared_scenario_is_found_with_its_answer(number: int) -> None:
     """Wherever the damage is; and no item that the text does not hold with its answer is named."""

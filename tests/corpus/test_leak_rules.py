@@ -399,6 +399,7 @@ CHANGES: dict[str, tuple[str, str]] = {
 """What stands behind a word, and before it."""
 
 
+@pytest.mark.quick("10")
 @pytest.mark.parametrize("length", [5, 10, 20])
 def test_what_editors_put_between_words_hides_nothing(length: int) -> None:
     item = Item("x", " ".join(WORDS[:length]), ("fish", "fowl"), 0, "fish")

@@ -150,7 +150,7 @@ def waited(running, long, short):
     return found, [*jobs, first], stream
 
 
-@pytest.mark.quick("vanilla", "sinks")
+@pytest.mark.quick("sinks")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_short_prompt_does_not_wait_for_long_ones(kind, monkeypatch):
     """Beside six of 200 tokens it waits for a chunk or two, also when those have waited for one another; first come

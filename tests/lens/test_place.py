@@ -45,5 +45,5 @@ def test_a_place_under_a_budget_is_what_the_model_says_under_it(case):
 def test_a_place_that_is_none(tokens):
     with pytest.raises(SettingsError, match="tokens: "):
         look_at(model_of("vanilla"), tiny_tokenizer(), tokens, 3)
-    with pytest.raises(SettingsError, match="tokens: "):
+    with pytest.raises(SettingsError, match="said: "):
         look_at(model_of("vanilla"), tiny_tokenizer(), [1], 384)

@@ -55,9 +55,9 @@ def test_bounds_and_drift():
     assert evidence.detectable_drift(0.05) == pytest.approx(4.36, abs=0.01)
 
 
-@pytest.fixture(scope="module", params=[6, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[5, pytest.param(8, marks=pytest.mark.slow)])
 def negatives(models, request):
-    """All pairs of so many unrelated models: 15 or 28."""
+    """All pairs of so many unrelated models: 10 or 28."""
     opened = [open_weights(models("qwen3", seed=20 + seed, num_hidden_layers=2)) for seed in range(request.param)]
     return [measure(a, b, Options(extras=False)) for a, b in combinations(opened, 2)]
 

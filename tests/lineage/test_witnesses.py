@@ -37,6 +37,7 @@ def with_head(source: Path, target: Path, noise: float, tied: bool) -> Path:
     return edited(source, target, store, tie_word_embeddings=tied)
 
 
+@pytest.mark.quick("0.0-False", "1.0-False")
 @pytest.mark.parametrize(("noise", "tied"), [(0.0, True), (0.0, False), (0.3, False), (1.0, False)])
 def test_a_head_that_is_the_embedding_is_no_second_witness(models, tmp_path, noise, tied):
     """Two strangers that store a tied head compare one matrix with itself: always 64 of 64 channels."""
