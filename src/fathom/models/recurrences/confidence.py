@@ -57,11 +57,12 @@ class ConfidenceExit(Recurrence):
 
     @staticmethod
     def needs_head(config: DecoderConfig) -> bool:
-        """To be sure takes logits."""
+        """Whether exits are on, since the probability of a token needs logits."""
         return ConfidenceOptions.of(config).exit_confidence is not None
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also which tokens go on. Outside training this takes logits after each iteration but the last."""
+        """Compute the readout, and which tokens make another iteration: outside training from the logits after each
+        iteration but the last."""
         new = super().gate(out, state)
         if self.confidence is None or out.last:
             return new
