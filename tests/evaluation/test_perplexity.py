@@ -296,6 +296,18 @@ def test_items_of_one_cluster_are_one_draw() -> None:
     assert together_called <= 20 < 60 < alone_called
 
 
+def test_differences_that_are_equal_up_to_rounding_have_no_interval() -> None:
+    """0.3 − 0.2 thirty times: a mean of equal numbers is off by a rounding error, which is not noise of documents."""
+    for value in (0.3, 0.2 + 1 / 3, 0.9):
+        found = difference(Items([value] * 30), Items([0.2] * 30))
+        assert found.mean == pytest.approx(value - 0.2) and found.half_width is None and found.p is None
+    words = [float(length) for length in range(50, 80)]  # the same gap for every word
+    apart = Items([3.1 * n for n in words], words), Items([3.0 * n for n in words], words)
+    assert difference(*apart).half_width is None
+    moved = Items([0.3] * 29 + [0.3 + 1e-9], None)
+    assert difference(moved, Items([0.2] * 30)).half_width is not None
+
+
 @pytest.mark.parametrize(
     ("documents", "longest", "interval", "skewed"),
     [(19, 10, False, False), (20, 10, True, False), (60, 30, True, False), (60, 1000, True, True)],

@@ -16,6 +16,7 @@ judges by other tests (`pairs.py`).
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,9 @@ def same(a: float, b: float) -> bool:
 def difference(items: Items, control: Items) -> Difference:
     """The score minus the control's; for a perplexity, the difference of logarithms."""
     gaps, weights = _terms(items, control)
-    found = weighted_difference(gaps, weights)
+    largest = max(float(np.abs(side.values).max()) for side in (items, control))
+    rounding = 4 * sys.float_info.epsilon * largest * len(items.values) / sum(weights)
+    found = weighted_difference(gaps, weights, rounding)
     return found if found.pairs >= LEAST_DOCUMENTS else Difference(found.mean, found.pairs, None, None)
 
 
