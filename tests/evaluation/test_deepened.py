@@ -81,6 +81,8 @@ def test_sentences():
     assert "better than control by 0.0000 acc" in str(replace(small, metric="acc")), "the noise is of bits per byte"
     (alone,) = effects_of(*planted(0.1, 1, draw))
     assert str(alone) == "wiki: against control: not significant (too few documents for an interval)."
+    same = [scores(np.full(40, nats), np.full(40, 10), name) for nats, name in ((2.0, "deeper"), (3.0, "control"))]
+    assert "(no interval: the same difference in every document, " in str(effects_of(*same)[0])
     two = [replace(one, domains={**one.domains, "sea": one.domains["wiki"]}) for one in planted(0.1, 40, draw)]
     assert [effect.on for effect in effects_of(*two)] == ["wiki", "sea"], "all text together is not judged again"
     speed = Speed(ratio=1.31, low=1.2, high=1.4, clock="wall time", pairs=9)

@@ -309,6 +309,24 @@ def test_differences_that_are_equal_up_to_rounding_have_no_interval() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.0] * 29, "Without an interval: the same difference in every document"),
+        ([1.0] * 28 + [math.inf], "Without an interval: the same difference in every document"),
+        ([1.0] * 9, "Without an interval: fewer than 20 documents"),
+    ],
+)
+def test_a_note_names_why_there_is_no_interval(values: list[float], said: str) -> None:
+    """Twenty documents and more are not called too few."""
+    made = rows({"one": {("t", "acc"): [Items([0.0] * len(values))]}, "two": {("t", "acc"): [Items(values)]}})
+    (note,) = interval_notes(made)
+    assert note.startswith(said)
+    few = len(values) < 20
+    entries = dict.fromkeys(("one", "two"), CheckpointScores("", None, None, {}, {}, [], {}))
+    assert ("too few" in verdict(ScoresReport("", entries, None, None, made))) is few
+
+
+@pytest.mark.parametrize(
     ("documents", "longest", "interval", "skewed"),
     [(19, 10, False, False), (20, 10, True, False), (60, 30, True, False), (60, 1000, True, True)],
 )

@@ -26,6 +26,7 @@ from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.errors import FathomError, SettingsError
 from fathom.evaluation.deepened import NOISE, REPORT, DeepenedReport, Effect, compare
+from fathom.evaluation.scores_page import NO_SPREAD
 from fathom.evaluation.scoring import EvaluationSettings
 from fathom.evaluation.scoring import run as score
 from fathom.recipe import load_recipe
@@ -105,6 +106,8 @@ class Finding:
 
     def _difference(self) -> str:
         effect = self.effect
+        if not effect.ends and not effect.gap.few:
+            return f"The difference to the control has no interval: {NO_SPREAD}."
         if not effect.ends:
             return "There are too few held-out documents for an interval: give more --text."
         ends = f"{effect.ends} bits per byte (95 % interval over {effect.gap.pairs} documents)"

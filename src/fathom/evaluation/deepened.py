@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from fathom.evaluation.clock import Clock
 from fathom.evaluation.paired import Scored, rows
 from fathom.evaluation.results import WHOLE, ScoreGap, ScoresReport
-from fathom.evaluation.scores_page import page
+from fathom.evaluation.scores_page import NO_SPREAD, page
 from fathom.models.axes.cache_name import passed, returned
 from fathom.report import PAGE
 from fathom.report import REPORT as SCORES
@@ -68,7 +68,8 @@ class Effect:
         """An effect in words."""
         unit = "bits per byte" if self.metric == "bits_per_byte" else self.metric
         if not self.ends:
-            return f"{self.on}: against {self.against}: not significant (too few documents for an interval)."
+            why = "too few documents for an interval" if self.gap.few else f"no interval: {NO_SPREAD}"
+            return f"{self.on}: against {self.against}: not significant ({why})."
         ends = f"95 % interval of the difference {self.ends}"
         if self.verdict == "not significant":
             return f"{self.on}: against {self.against}: not significant ({ends} {unit})."

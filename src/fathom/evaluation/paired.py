@@ -140,9 +140,11 @@ def _compare(items: Scored, control: Scored) -> ScoreGap | None:
         return math.exp(min(value, 700)) if log else value
 
     low, high = (None if end is None else shown(end) for end in (found.low, found.high))
-    skewed = found.low is not None and any(_is_skewed(*_terms(*pair)) for pair in pairs)
+    terms = [_terms(*pair) for pair in pairs]
+    skewed = found.low is not None and any(_is_skewed(*one) for one in terms)
+    few = any(len(gaps) < LEAST_DOCUMENTS for gaps, _ in terms)
     kind = "ratio" if log else "difference"
-    return ScoreGap(kind, shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p, skewed=skewed)
+    return ScoreGap(kind, shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p, skewed=skewed, few=few)
 
 
 def _is_skewed(gaps: Sequence[float], weights: Sequence[float]) -> bool:

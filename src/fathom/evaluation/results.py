@@ -33,6 +33,8 @@ class ScoreGap:
     p_holm: float | None = None
     skewed: bool = False
     """Whether a few documents decide the difference, so that Student's t may be too narrow."""
+    few: bool = False
+    """Whether there is no interval because there are too few documents, items or clusters."""
 
     @property
     def significant(self) -> bool:

@@ -20,6 +20,8 @@ INTERVALS = (
     "of perplexities."
 )
 TOO_FEW = f"Without an interval: fewer than {LEAST_DOCUMENTS} documents, items or clusters."
+NO_SPREAD = "the same difference in every document, which shows no noise, or a score that is not finite"
+UNMEASURED = f"Without an interval: {NO_SPREAD}."
 SKEWED = "Few documents decide the differences of {}: their intervals may be too narrow. Score more documents."
 ASTERISK = "An asterisk marks significance after Holm's adjustment over all rows."
 
@@ -69,19 +71,23 @@ def _significant(report: ScoresReport, first: str) -> str:
     tested = [gap for gap in report.gaps() if gap.low is not None]
     if not list(report.gaps()):
         return f"No difference from {first} could be paired, so there is no interval and no test."
-    if not tested:
+    if not tested and all(gap.few for gap in report.gaps()):
         return f"There are fewer than {LEAST_DOCUMENTS} documents, too few for an interval or a test."
+    if not tested:
+        return "No difference has an interval, so there is no test."
     found = sum(gap.significant for gap in tested)
     return f"{found} of {len(tested)} tested differences from {first} are significant after Holm's adjustment."
 
 
 def interval_notes(rows: Sequence[ScoreRow]) -> Iterator[str]:
-    """Notes on how to read the intervals, and on differences without an interval because of too few documents."""
+    """Notes on how to read the intervals, and on differences without an interval."""
     gaps = [gap for row in rows for gap in row.differences.values()]
     if any(gap.low is not None for gap in gaps):
         yield INTERVALS
-    if any(gap.low is None for gap in gaps):
+    if any(gap.few for gap in gaps):
         yield TOO_FEW
+    if any(gap.low is None and not gap.few for gap in gaps):
+        yield UNMEASURED
     if any(gap.significant for gap in gaps):
         yield ASTERISK
     if skewed := [f"{row.task} ({row.metric})" for row in rows if any(gap.skewed for gap in row.differences.values())]:
