@@ -160,6 +160,27 @@ def test_text_is_paired_by_document() -> None:
     assert compare_texts(pair[0], pair[0]).difference == RatioGap(0, 0, 0)
 
 
+def test_pieces_of_one_document_are_one_draw() -> None:
+    """Ten pieces of each of 40 documents, which differ alike within: without clusters the interval is too narrow."""
+    chance = random.Random(0)
+    gaps = [chance.gauss(-1, 30) for _ in range(40)]
+    pair = [
+        scored(name, {}, {"t": [100.0 + side * gap for gap in gaps for _ in range(10)]})
+        for name, side in (("base", 0), ("new", 1))
+    ]
+    base, new = (one.domains["t"] for one in pair)
+    alone = compare_texts(base, new)
+    for score in (base, new):
+        score.clusters = [str(n // 10) for n in range(400)]
+    together = compare_texts(base, new)
+    width = [one.difference.high - one.difference.low for one in (alone, together)]
+    assert (together.documents, together.clusters, alone.clusters) == (400, 40, None)
+    assert together.difference.value == pytest.approx(alone.difference.value) and width[1] > 2.5 * width[0]
+    for score in (base, new):
+        score.clusters = [str(n // 100) for n in range(400)]
+    assert compare_texts(base, new).interval == f"no interval: clusters 4, needed {LEAST_DOCUMENTS}"
+
+
 def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
     for count in (1, 2, LEAST_DOCUMENTS - 1, LEAST_DOCUMENTS):
         before = [100.0 + i for i in range(count)]

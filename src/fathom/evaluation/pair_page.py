@@ -82,7 +82,8 @@ def reading(report: PairReport) -> list[str]:
     checked = bool(report.asked) and all(one.checked for one in report.asked.values())
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are from 1,000 paired bootstrap "
-        f"samples of documents; below {LEAST_DOCUMENTS} documents there is no interval and no claim.",
+        f"samples of documents, or of the clusters that they name; below {LEAST_DOCUMENTS} there is no interval and no "
+        "claim.",
         "Questions: lm-eval's scores. Option text: the choices are not listed, and the likeliest is the answer; by "
         "length, the likeliest per character. Letter: the choices are listed in the prompt. Brackets are Wilson's "
         "intervals. Won and lost are questions that only one model answers correctly; p is McNemar's exact test of "

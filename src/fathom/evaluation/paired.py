@@ -86,14 +86,14 @@ def same(a: float, b: float) -> bool:
 
 def difference(items: Items, control: Items) -> Difference:
     """The score minus the control's; for a perplexity, the difference of logarithms."""
-    gaps, weights = _terms(items, control)
+    gaps, weights = terms(items, control)
     largest = max(float(np.abs(side.values).max()) for side in (items, control))
     rounding = 4 * sys.float_info.epsilon * largest * len(items.values) / sum(weights)
     found = weighted_difference(gaps, weights, rounding)
     return found if found.pairs >= LEAST_DOCUMENTS else Difference(found.mean, found.pairs, None, None)
 
 
-def _terms(items: Items, control: Items) -> tuple[list[float], list[float]]:
+def terms(items: Items, control: Items) -> tuple[list[float], list[float]]:
     """The difference between two scores, and its weight, for every document or cluster."""
     gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
     weights = _weights(items)
@@ -140,9 +140,9 @@ def _compare(items: Scored, control: Scored) -> ScoreGap | None:
         return math.exp(min(value, 700)) if log else value
 
     low, high = (None if end is None else shown(end) for end in (found.low, found.high))
-    terms = [_terms(*pair) for pair in pairs]
-    skewed = found.low is not None and any(_is_skewed(*one) for one in terms)
-    few = any(len(gaps) < LEAST_DOCUMENTS for gaps, _ in terms)
+    summed = [terms(*pair) for pair in pairs]
+    skewed = found.low is not None and any(_is_skewed(*one) for one in summed)
+    few = any(len(gaps) < LEAST_DOCUMENTS for gaps, _ in summed)
     kind = "ratio" if log else "difference"
     return ScoreGap(kind, shown(found.mean), low, high, CONFIDENCE, found.pairs, found.p, skewed=skewed, few=few)
 

@@ -27,6 +27,7 @@ from fathom.data.shards import INDEX, read_index
 from fathom.errors import DataError, SettingsError, to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, page
+from fathom.evaluation.paired import terms
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Answered, Asking, ExampleRow, NamedModel, PairReport, RatioGap, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, run
@@ -283,12 +284,13 @@ def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
 
 def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
     """The bits per byte of both models on the same documents, and their difference, with a paired-bootstrap interval if
-    there are enough documents."""
-    bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
-    gap = bootstrap_ratio(bits, base.bytes)
+    there are enough documents, or clusters that documents name."""
+    bits, size = terms(*(one.items()["bits_per_byte"] for one in (new, base)))
+    gap = bootstrap_ratio(bits, size)
     low, high = (gap.low, gap.high) if len(bits) >= LEAST_DOCUMENTS else (None, None)
     gaps = RatioGap(gap.value, low, high)
-    return TextPair(len(bits), sum(base.bytes), base.bits_per_byte, new.bits_per_byte, gaps)
+    clusters = None if base.clusters is None else len(bits)
+    return TextPair(len(base.nats), sum(base.bytes), base.bits_per_byte, new.bits_per_byte, gaps, clusters)
 
 
 def verdict(report: PairReport) -> str:

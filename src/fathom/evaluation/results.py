@@ -127,7 +127,8 @@ class ScoresReport:
 
 @dataclass
 class RatioGap:
-    """A difference of ratios with its 95 % interval; both ends are None if there are too few documents."""
+    """A difference of ratios with its 95 % interval; both ends are None if there are too few documents or
+    clusters."""
 
     value: float
     low: float | None
@@ -143,13 +144,16 @@ class TextPair:
     base: float
     new: float
     difference: RatioGap
+    clusters: int | None = None
+    """Clusters of documents, which count as one draw each; None if no document names one."""
 
     @property
     def interval(self) -> str:
         """The interval of the difference as text; with too few documents, their number and the number needed."""
         low, high = self.difference.low, self.difference.high
         if low is None or high is None:
-            return f"no interval: documents {self.documents}, needed {LEAST_DOCUMENTS}"
+            seen = f"documents {self.documents}" if self.clusters is None else f"clusters {self.clusters}"
+            return f"no interval: {seen}, needed {LEAST_DOCUMENTS}"
         return f"[{low:+.4f}, {high:+.4f}]"
 
 
