@@ -30,6 +30,7 @@ from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, read
 from fathom.evaluation.results import CheckpointScores, ScoresReport
 from fathom.evaluation.scores_page import interval_notes, verdict
 from fathom.evaluation.scoring import Checkpoint, evaluate
+from fathom.evaluation.tasks import file_rows
 from fathom.models import FathomConfig, FathomForCausalLM
 
 TEXTS = ["a river is measured in fathoms", "the depth — ø — of the sea, " * 4, "x", "lead and rope " * 9]
@@ -286,8 +287,8 @@ def test_items_of_one_cluster_are_one_draw() -> None:
     )
     assert together.pairs == 20 and alone.pairs == 200 and together.half_width > 2.5 * alone.half_width
     assert together.half_width == pytest.approx(difference(Items(shared[::10].tolist()), Items([0.0] * 20)).half_width)
-    each = Items(shared.tolist(), clusters=[None] * 200)
-    assert difference(each, control) == alone
+    for none in (None, ""):  # as JSON, and as an empty cell of a table
+        assert difference(Items(shared.tolist(), clusters=[none] * 200), control) == alone
     called = []
     for _ in range(200):  # no difference: with the clusters one in twenty may be called one
         noise = (chance.normal(size=(20, 10)) + 3 * chance.normal(size=(20, 1))).ravel().tolist()
@@ -347,6 +348,16 @@ def test_a_skewed_difference_is_named() -> None:
         report = ScoresReport("", {}, None, None, rows(sides))
         assert report.gaps()[0].skewed is skewed
         assert any("text (x)" in note for note in interval_notes(report.rows)) is skewed
+
+
+def test_a_question_of_a_file_keeps_its_cluster(tmp_path: Path) -> None:
+    """lm-eval hands a document back with its answer: without the field, questions on one passage were independent."""
+    lines = [{"text": "A lead sinks in the", "answer": "sea", "cluster": 7}, {"text": "So does a", "answer": "coin"}]
+    path = tmp_path / "gaps.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert [row["cluster"] for row in file_rows("cloze", path)] == ["7", None]
+    path.write_text("".join(json.dumps({**line, "cluster": None}) + "\n" for line in lines))
+    assert [set(row) for row in file_rows("cloze", path)] == [{"text", "answer"}] * 2
 
 
 def test_a_record_names_its_cluster(tmp_path: Path) -> None:

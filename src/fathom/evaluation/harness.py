@@ -201,7 +201,7 @@ def _pooled_clusters(parts: list[Items]) -> list[object] | None:
     if all(part.clusters is None for part in parts):
         return None
     return [
-        None if one is None else f"{number}/{one}"
+        None if one is None or one == "" else f"{number}/{one}"
         for number, part in enumerate(parts)
         for one in part.clusters or [None] * len(part.values)
     ]

@@ -46,7 +46,8 @@ class Items:
     weights: Sequence[float] | None = None
     """Weights; 1 each if not given."""
     clusters: Sequence[object] | None = None
-    """The cluster of each item: those of one cluster are no independent draws. An item of None is one by itself."""
+    """The cluster of each item: those of one cluster are no independent draws. An item of None, or of the empty text
+    that a table has for it, is one by itself."""
     log: bool = False
     """The score is exp(Σa/Σw), a perplexity: its differences are shown as ratios."""
 
@@ -100,7 +101,8 @@ def terms(items: Items, control: Items) -> tuple[list[float], list[float]]:
     if items.clusters is None:
         return gaps.tolist(), weights.tolist()
     numbers: dict[object, int] = {}
-    own = [numbers.setdefault(n if one is None else str(one), len(numbers)) for n, one in enumerate(items.clusters)]
+    names = (n if one is None or one == "" else str(one) for n, one in enumerate(items.clusters))
+    own = [numbers.setdefault(name, len(numbers)) for name in names]
     return np.bincount(own, gaps).tolist(), np.bincount(own, weights).tolist()
 
 

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from fathom.data.sources import lines_of
+from fathom.data.sources import CLUSTER, lines_of
 from fathom.errors import DataError
 
 if TYPE_CHECKING:
@@ -125,15 +125,26 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
 
     if not path.is_file():
         raise DataError(f"tasks={name}: no such file")
-    rows: list[dict[str, object]] = []
-    for number, row in enumerate(json_rows(path), 1):
+    data = {"test": Dataset.from_list(file_rows(kind, path))}
+    return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
+
+
+def file_rows(kind: str, path: Path) -> list[dict[str, object]]:
+    """The documents of the file of a `choice:` or `cloze:` task, with the fields that lm-eval reads, and with their
+    clusters if any names one."""
+    found = list(json_rows(path))
+    for number, row in enumerate(found, 1):
         if (problem := problem_of(kind, row)) is not None:
             raise DataError(f"{path}: document {number}: {problem}")
-        rows.append({key: row[key] for key in ("question", "choices", "text", "answer") if key in row})
-    if not rows:
+    if not found:
         raise DataError(f"{path}: no documents")
-    data = {"test": Dataset.from_list(rows)}
-    return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
+    fields = ["question", "choices", "text", "answer"]
+    rows: list[dict[str, object]] = [{key: row[key] for key in fields if key in row} for row in found]
+    clusters = [row.get(CLUSTER) for row in found]
+    if all(cluster is None for cluster in clusters):
+        return rows
+    names = [None if cluster is None else str(cluster) for cluster in clusters]  # a column has one type
+    return [{**row, CLUSTER: name} for row, name in zip(rows, names, strict=True)]
 
 
 def problem_of(kind: str, row: Mapping[str, object]) -> str | None:
