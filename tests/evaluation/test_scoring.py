@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from fathom.errors import SettingsError
-from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.scoring import Checkpoint, kept
+from fathom.evaluation import scoring
+from fathom.evaluation.perplexity import Domain, DomainScore, Passage
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, kept
 
 MADE = DomainScore([2.0, float("inf")], [1, 1], [3, 3])
 
@@ -27,6 +28,20 @@ def test_a_stored_score_is_used_again(tmp_path: Path, capsys: pytest.CaptureFixt
     assert again.nats[0] == 2.0 and again.nats[1] != again.nats[1], "null stands for what is not finite"
     assert "sea: done before" in capsys.readouterr().err
     assert ask(tmp_path, key=2) is MADE
+
+
+def test_other_clusters_are_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents that now say which of them belong together are scored again, though their texts are the same."""
+
+    def score(model: None, tokenizer: None, domain: Domain, *settings: object) -> DomainScore:
+        return DomainScore([1.0], [1], [1], clusters=[document.cluster for document in domain.documents])
+
+    monkeypatch.setattr(scoring, "score_domain", score)
+    checkpoint = Checkpoint("model", tmp_path, lambda path: (None, None))  # type: ignore[arg-type, return-value]
+    for cluster in (None, "a", "b"):
+        domain = Domain("sea", [Passage("x", None, 1, cluster)])
+        scoring._score_text(checkpoint, domain, 8, EvaluationSettings(out=tmp_path / "out"))
+        assert checkpoint.domains["sea"].clusters == [cluster]
 
 
 @pytest.mark.parametrize("change", [{"value": None}, {"value": {"nats": "x"}}, {"key": 1, "value": []}])

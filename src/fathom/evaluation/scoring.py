@@ -31,7 +31,7 @@ from fathom.checkpoints.int8 import WEIGHTS
 from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.places import require_folder
-from fathom.data.sources import Reading
+from fathom.data.sources import CLUSTER, Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import Scored, rows
@@ -411,6 +411,8 @@ def _score_text(checkpoint: Checkpoint, domain: Domain, context: int, settings: 
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
         text.update(b"\0")
+        if document.cluster is not None:
+            text.update(f"{CLUSTER}={document.cluster}\0".encode("utf-8", "surrogatepass"))
     key = {
         **checkpoint.key(settings),
         "context": context,
