@@ -452,7 +452,7 @@ def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, caps
         assert "other conditions" in capsys.readouterr().err
 
 
-def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path) -> None:
+def test_a_fingerprint_knows_templates_special_tokens_and_generation(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     checkpoint = Checkpoint("sea", tmp_path, lambda _: (None, None))
     stamp = ("config.json", 2, (tmp_path / "config.json").stat().st_mtime_ns)
@@ -460,7 +460,8 @@ def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path
     assert before == hashlib.sha256(json.dumps([stamp]).encode()).hexdigest()  # as results kept earlier have it
     (tmp_path / "additional_chat_templates").mkdir()
     seen = {before}
-    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja", "special_tokens_map.json"):
+    templates = ("chat_template.jinja", "additional_chat_templates/tool.jinja")
+    for name in (*templates, "special_tokens_map.json", "generation_config.json"):
         for text in ("a", "another"):
             (tmp_path / name).write_text(text)
             assert checkpoint.fingerprint() not in seen

@@ -28,7 +28,7 @@ from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model, name_of
 from fathom.checkpoints.int8 import WEIGHTS
-from fathom.checkpoints.layout import CONFIG, PAGE
+from fathom.checkpoints.layout import CONFIG, GENERATION_CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.places import require_folder
 from fathom.data.sources import CLUSTER, Reading
@@ -168,10 +168,11 @@ class Checkpoint:
         return found
 
     def fingerprint(self) -> str:
-        """A hash that changes with the directory's weights, configuration, tokenizer or chat template."""
+        """A hash that changes with the directory's weights, configurations, tokenizer or chat template."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
-        # Optional files.
-        more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
+        # Optional files; generated answers depend on the end tokens and penalties of the last one.
+        templates = ("chat_template*", "additional_chat_templates/*")
+        more = (*templates, "special_tokens_map.json", "added_tokens.json", GENERATION_CONFIG)
         return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
     def key(self, settings: EvaluationSettings) -> dict[str, object]:
