@@ -209,7 +209,9 @@ def test_a_sentence_gives_no_arm_the_tokens_of_another():
     assert one.verdict.startswith(
         "With one seed there is no interval: at 1.6 million parameters and 2 million tokens ("
     )
-    assert "(slow 3 million), slow ended" in one.verdict
+    assert "(slow 3 million), slow ended 0.1000 nats above vanilla" in one.verdict
+    equal = report_of(arm("vanilla", 4.0, None), arm("idle", 4.0, gap(0.0, None, None)), seeds=1)
+    assert "idle ended at the loss of vanilla;" in equal.verdict, "not 0.0000 nats above it"
 
 
 def test_names_cannot_break_the_page():

@@ -244,6 +244,8 @@ class ArmResult:
     @property
     def direction(self) -> str:
         """How far the loss ended below or above the control's, in words."""
+        if self.gap.mean == 0:
+            return "at the loss of"
         return f"{abs(self.gap.mean):.4f} nats {'below' if self.gap.mean < 0 else 'above'}"
 
 

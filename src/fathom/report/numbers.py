@@ -24,8 +24,9 @@ def short(number: float, digits: int = 4, space: str = " ", whole: float = 1e3) 
     """
     if number == 0:
         return "0"
+    shown = abs(float(f"{number:.{digits}g}")) if abs(number) >= whole else 0.0  # 999,999 is 1 M, not 1e+03 k
     for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= max(size, whole):
+        if shown >= size:
             return f"{number / size:.{digits}g}{space}{prefix}"
     return f"{number:.6g}".replace("-", "−")
 
@@ -37,8 +38,9 @@ def size(count: int) -> str:
 
 def in_words(number: float) -> str:
     """1.5 million."""
-    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if number >= size:
+    shown = float(f"{number:.3g}")
+    for size, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if shown >= size:
             return f"{number / size:.3g} {name}"
     return f"{number:.0f}"
 
