@@ -86,12 +86,18 @@ def same(a: float, b: float) -> bool:
 
 
 def difference(items: Items, control: Items) -> Difference:
-    """The score minus the control's; for a perplexity, the difference of logarithms."""
+    """The score minus the control's; for a perplexity, the difference of logarithms. Without an interval if there are
+    too few documents or clusters."""
+    found = paired(items, control)
+    return found if found.pairs >= LEAST_DOCUMENTS else Difference(found.mean, found.pairs, None, None)
+
+
+def paired(items: Items, control: Items) -> Difference:
+    """The score minus the control's, however few documents or clusters there are."""
     gaps, weights = terms(items, control)
     largest = max(float(np.abs(side.values).max()) for side in (items, control))
     rounding = 4 * sys.float_info.epsilon * largest * len(items.values) / sum(weights)
-    found = weighted_difference(gaps, weights, rounding)
-    return found if found.pairs >= LEAST_DOCUMENTS else Difference(found.mean, found.pairs, None, None)
+    return weighted_difference(gaps, weights, rounding)
 
 
 def terms(items: Items, control: Items) -> tuple[list[float], list[float]]:

@@ -318,6 +318,21 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
     assert found.loss == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]
 
 
+def test_pieces_of_one_document_are_one_draw() -> None:
+    """Six pieces of each of four documents: without their clusters the interval is narrower by far."""
+    chance = np.random.default_rng(0)
+    windows = [[[1.0, 1.0 + move] for move in np.repeat(chance.normal(size=4), 6)], [[1.0, 1.0]] * 24]
+    parts = [[[value for value in row for _ in range(SHAPE.window // SHAPE.chunk)] for row in some] for some in windows]
+    found = {}
+    for clusters in (None, [str(n // 6) for n in range(24)]):
+        caches = {name: cache(nats) for name, nats in zip(("drop", "full"), parts, strict=True)}
+        measured = replace(found_in(caches["drop"]), caches=caches, clusters=clusters)
+        (gap,) = summarize({"m": measured}, ["drop", "full"], [1, 2]).checkpoints["m"].differences
+        found[clusters is None] = gap
+    assert (found[True].pairs, found[False].pairs) == (24, 4) and found[True].mean == pytest.approx(found[False].mean)
+    assert found[False].half_width > 2 * found[True].half_width
+
+
 def test_a_compression_is_among_the_decoded_tokens() -> None:
     for schedule in (Schedule.at(40, 4, 0.4), Schedule.at(1024, 4, 0.3), Schedule.at(1024, 4, 0.5)):
         lengths = [n * schedule.window for n in (1, 2, 3, 5)]

@@ -209,7 +209,9 @@ class Evaluation:
         length = self.lengths[-1]
         # Texts with needles have room for a window and all compressions, whatever lengths were requested.
         self.size = schedule.window + max(asked.compressions) * schedule.freed
-        self.texts = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
+        found = _texts(checkpoint, domains, length + 1, max(length + 1, self.size)) if domains else []
+        self.texts, clusters = [text for text, _ in found], [cluster for _, cluster in found]
+        self.clusters = clusters if any(clusters) else None
         self.key = {
             **checkpoint.key(settings),
             "schedule": asdict(schedule),
@@ -253,6 +255,7 @@ class Evaluation:
             questions=Questions(len(self.prompts), self.left_out, reference),
             caches=caches,
             spectrum=self._part(Spectrum, "spectrum", self.key, self._spectrum),
+            clusters=self.clusters,
         )
 
     def _part(self, kind: object, name: str, key: Mapping[str, object], work: Callable[[], T]) -> T:
@@ -398,8 +401,11 @@ def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
     return max(min(DECODED, schedule.freed), *waits)
 
 
-def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
-    """The first tokens `[1, T]`, at most `most`, of each document that has at least `length` tokens."""
+def _texts(
+    checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int
+) -> list[tuple[Tensor, str | None]]:
+    """The first tokens `[1, T]`, at most `most`, of each document that has at least `length` tokens, and its
+    cluster."""
     _, tokenizer = checkpoint.open()
     found, longest = [], 0
     for domain in domains:
@@ -408,7 +414,7 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most:
             ids = np.asarray(encode(document)[:most], np.int64)
             longest = max(longest, len(ids))
             if len(ids) >= length:
-                found.append(torch.from_numpy(ids).unsqueeze(0))
+                found.append((torch.from_numpy(ids).unsqueeze(0), document.cluster))
     if not found:
         raise SettingsError(
             f"`at`: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"

@@ -17,11 +17,11 @@ from fathom.evaluation.caches.needles import Recall
 from fathom.evaluation.caches.questions import question_tables, sentence
 from fathom.evaluation.caches.results import CacheGap, CacheReport, CheckpointCaches, Load
 from fathom.evaluation.caches.spectrum import Shares
+from fathom.evaluation.paired import Items, paired
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH, size
 from fathom.report.plots import Line, ends, reach
 from fathom.report.provenance import provenance
-from fathom.report.statistics import paired_difference
 from fathom.report.tables import PlainTable, print_report
 
 
@@ -96,11 +96,12 @@ def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) ->
 
 
 def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
-    """The loss beyond the window of each cache minus that of each cache listed after it, paired over documents."""
+    """The loss beyond the window of each cache minus that of each cache listed after it, paired over documents or their
+    clusters."""
     for method, other in combinations(methods, 2):
         mine, theirs = values.caches[method].beyond, values.caches[other].beyond
         if mine and theirs:
-            gap = paired_difference(mine, theirs)
+            gap = paired(*(Items(beyond, clusters=values.clusters) for beyond in (mine, theirs)))
             yield CacheGap(gap.mean, gap.pairs, gap.half_width, gap.p, method=method, other=other)
 
 
@@ -196,8 +197,9 @@ def _loss_figures(values: CheckpointCaches, report: CacheReport) -> Markup:
 
 def _gaps(values: CheckpointCaches) -> Markup:
     rows = [[f"{gap.method} − {gap.other}", str(gap), str(gap.pairs)] for gap in values.differences]
-    caption = "Loss beyond the window, paired over documents, with 95 % intervals"
-    return html.table(caption, ["pair", "nats per token", "documents"], rows)
+    draws = "documents" if values.clusters is None else "clusters of documents"
+    caption = f"Loss beyond the window, paired over {draws}, with 95 % intervals"
+    return html.table(caption, ["pair", "nats per token", draws], rows)
 
 
 def _needle_figures(values: CheckpointCaches, report: CacheReport) -> Markup:

@@ -73,7 +73,8 @@ class CacheRow:
 
 @dataclass(kw_only=True)
 class CacheGap(Difference):
-    """The loss beyond the window of one cache minus that of another cache, paired over documents."""
+    """The loss beyond the window of one cache minus that of another cache, paired over documents, or over the
+    clusters that they name."""
 
     method: str
     other: str
@@ -92,6 +93,8 @@ class CheckpointCaches:
     caches: dict[str, CacheRow]
     spectrum: Spectrum
     differences: list[CacheGap] = field(default_factory=list)
+    clusters: list[str | None] | None = None
+    """The cluster of each document; None if no document names one."""
 
 
 @dataclass(kw_only=True)
