@@ -17,7 +17,9 @@ from fathom.cli.main import main
 from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.evaluation.caches.needles import Recall
 from fathom.evaluation.caches.page import summarize, verdict
+from fathom.evaluation.caches.questions import Scores
 from fathom.evaluation.caches.results import (
+    Answer,
     CacheGap,
     CacheReport,
     CacheRow,
@@ -331,6 +333,15 @@ def test_pieces_of_one_document_are_one_draw() -> None:
         found[clusters is None] = gap
     assert (found[True].pairs, found[False].pairs) == (24, 4) and found[True].mean == pytest.approx(found[False].mean)
     assert found[False].half_width > 2 * found[True].half_width
+
+
+def test_scores_without_spread_have_no_interval() -> None:
+    """One half-right answer says little, and was (0.50–0.50)."""
+    answers = [Answer("vt", "outside", 1, False, 0.5, None)]
+    assert Scores(answers, answers).score == Scores(answers * 9, answers * 9).score == "0.50 (–)"
+    other = [replace(answers[0], score=1.0)]
+    assert Scores(answers * 9 + other, answers).score == "0.55 (0.44–0.66)"
+    assert Scores(other, other).score == "1.00 (0.21–1.00)"
 
 
 def test_a_compression_is_among_the_decoded_tokens() -> None:

@@ -37,7 +37,8 @@ class Scores:
 
     @property
     def score(self) -> str:
-        """The mean score with a 95 % interval: Wilson's for answers that are right or wrong, else Student's."""
+        """The mean score with a 95 % interval: Wilson's for answers that are right or wrong, else Student's, which a
+        single answer and equal ones do not have."""
         scores = [one.score for one in self.mine]
         if not scores:
             return DASH
@@ -45,8 +46,9 @@ class Scores:
             low, high = wilson(int(sum(scores)), len(scores))
         else:
             gap = paired_difference(scores, [0.0] * len(scores))
-            half = gap.half_width or 0.0
-            low, high = max(0.0, gap.mean - half), min(1.0, gap.mean + half)
+            if gap.low is None or gap.high is None:
+                return f"{gap.mean:.2f} ({DASH})"
+            low, high = max(0.0, gap.low), min(1.0, gap.high)
         return f"{np.mean(scores):.2f} ({low:.2f}–{high:.2f})"
 
     @property
