@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,8 @@ import pytest
 from fathom.cli.main import main
 from fathom.experiments.run_page import Extras, read_run, run_page
 from fathom.recipe import load_recipe
+from fathom.report import html
+from fathom.report.plots import Line
 
 SHORT = ("train.steps=6", "train.tokens_per_step=256", "train.micro_batch=2", "train.device=cpu", "evaluate.tokens=512")
 
@@ -88,6 +91,19 @@ def test_losses_of_different_texts_are_not_subtracted(
     assert "other minus a: +0.0000 bits per byte" in said["other"]
     assert main(["report", str(tmp_path)]) == 0
     assert "none is called the best" in Path(capsys.readouterr().out.strip()).read_text(encoding="utf-8")
+
+
+def test_a_part_without_targets_moves_no_other(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four parts of the context the first is all prompt: the others stay where they are, none beyond the end."""
+    run = read_run(runs / "a")
+    assert run.result is not None and run.result.evaluation is not None
+    score = replace(run.result.evaluation, position_loss=[None, 3.0, 2.0, 1.0])
+    drawn: dict[str, Sequence[Line]] = {}
+    monkeypatch.setattr(html, "plot", lambda title, lines, *words: drawn.update({title: lines}) or "")
+    run_page(replace(run, result=replace(run.result, evaluation=score)), Extras())
+    length = run.recipe.data.sequence_length
+    (line,) = drawn["Loss by position"]
+    assert list(line.x) == [length / 2, 3 * length / 4, length]
 
 
 def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:

@@ -261,8 +261,8 @@ def _by_position(runs: Sequence[RunFacts], names: Sequence[str]) -> str:
     for series, (run, name) in enumerate(zip(runs, names, strict=True)):
         score = None if run.result is None else run.result.evaluation
         parts = [] if score is None else [(i, loss) for i, loss in enumerate(score.position_loss) if loss is not None]
-        if len(parts) > 1:
-            width = run.recipe.data.sequence_length / len(parts)
+        if score is not None and len(parts) > 1:
+            width = run.recipe.data.sequence_length / len(score.position_loss)  # parts without targets count too
             lines.append(Line(name, [(i + 1) * width for i, _ in parts], [loss for _, loss in parts], series))
     axes = ("position in the context", "nats per token")
     return html.plot("Loss by position", lines, axes, "held-out loss by position") if lines else ""
