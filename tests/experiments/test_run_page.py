@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
-from fathom.experiments.run_page import Extras, read_run, run_page
+from fathom.experiments.run_page import Extras, _overview, read_run, run_page
 from fathom.recipe import load_recipe
 from fathom.report import html
 from fathom.report.plots import Line
@@ -104,6 +104,16 @@ def test_a_part_without_targets_moves_no_other(runs: Path, monkeypatch: pytest.M
     length = run.recipe.data.sequence_length
     (line,) = drawn["Loss by position"]
     assert list(line.x) == [length / 2, 3 * length / 4, length]
+
+
+def test_a_run_without_a_finite_loss_is_not_the_best(runs: Path) -> None:
+    """Nor does it make the text of the others a different one."""
+    run, other = read_run(runs / "a"), read_run(runs / "b")
+    assert run.result is not None and run.result.evaluation is not None
+    score = replace(run.result.evaluation, loss=float("nan"), bits_per_byte=float("nan"))
+    lost = replace(run, result=replace(run.result, evaluation=score))
+    assert _overview([lost, run, other]).startswith("3 runs, 3 finished. a has the fewest bits per byte, ")
+    assert _overview([lost, lost, run]) == "3 runs, 3 finished."
 
 
 def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:

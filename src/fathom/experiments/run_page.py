@@ -199,11 +199,11 @@ def _overview(runs: Sequence[RunFacts]) -> str:
     the same text."""
     finished = [(run, run.result.evaluation) for run in runs if run.result is not None]
     words = [f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, {len(finished)} finished."]
-    scored = [(score.bits_per_byte, run) for run, score in finished if score is not None]
-    if len({score.bytes for _, score in finished if score is not None}) > 1:
+    known = [(score, run) for run, score in finished if score is not None and math.isfinite(score.bits_per_byte)]
+    if len({score.bytes for score, _ in known}) > 1:
         words.append("They were scored on different held-out text, so none is called the best.")
-    elif len(scored) > 1:
-        least, best = min(scored, key=lambda pair: pair[0])
+    elif len(known) > 1:
+        least, best = min(((score.bits_per_byte, run) for score, run in known), key=lambda pair: pair[0])
         words.append(f"{best.directory.name} has the fewest bits per byte, {least:.4f}.")
     return " ".join(words)
 
