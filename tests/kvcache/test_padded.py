@@ -127,6 +127,20 @@ def test_beams(model):
         assert torch.equal(alone[0, length:], text)
 
 
+@pytest.mark.parametrize("method", ["drop", "drop+int8"])
+def test_beams_of_a_row_without_a_token_yet(model, method):
+    """`fathom generate` reads all columns but the last, in which a prompt of one token begins."""
+    ids, mask = batch((20, 1))
+    cache, beams = build_cache(model, method, window=16), dict(num_beams=2, do_sample=False, max_new_tokens=3)
+    cache.admit(mask)
+    prefill(model, ids[:, :-1], cache)
+    cache.batch_repeat_interleave(2)
+    made = model.generate(ids, attention_mask=mask, past_key_values=cache, **beams)[:, 20:]
+    for row, length, text in zip(ids, (20, 1), made, strict=True):
+        alone = model.generate(row[None, -length:], past_key_values=build_cache(model, method, window=16), **beams)
+        assert torch.equal(alone[0, length:], text)
+
+
 @torch.no_grad()
 def test_rows_copies_and_resets(model):
     """Rows may be chosen, repeated and branched; an emptied cache takes rows without padding again."""

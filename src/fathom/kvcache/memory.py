@@ -235,12 +235,12 @@ class Memory(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows."""
-        if self.seen:
+        if self.is_initialized:  # also before its first token, which comes later in a sequence with more padding
             self._each_row(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row."""
-        if self.seen:
+        if self.is_initialized:
             self._each_row(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def _each_row(self, change: Callable[[Tensor], Tensor]) -> None:
