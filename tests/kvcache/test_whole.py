@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from fathom.kvcache import build_cache, cache_bytes
 from fathom.kvcache.whole import WHOLE
+from fathom.models import FathomConfig
 
 from .cases import cached, model_of, tokens
 
@@ -62,6 +63,14 @@ def test_what_they_hold():
 def test_impossible_options(method, given, message):
     with pytest.raises(ValueError, match=message):
         build_cache(model_of("qwen3"), method, **given)
+
+
+@pytest.mark.parametrize("method", ["full_int8", "full_int4", "full_fp8"])
+@pytest.mark.parametrize("options", [{"recurrence": "ponder2"}, {"recurrence": "adaponder"}])
+def test_slots_are_not_quantised(method, options):
+    """They are refused at once, where a cache of their own would hold them in full precision."""
+    with pytest.raises(ValueError, match=f"recurrence '{options['recurrence']}' .* cannot quantize"):
+        build_cache(FathomConfig(**options), method)
 
 
 def test_by_configuration():

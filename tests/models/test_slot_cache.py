@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 
+from fathom.kvcache.kivi import Int8
 from fathom.models.axes.roles import View
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.trips import walk
@@ -305,10 +306,11 @@ def test_quantised_caches_are_refused():
 
         _dequantize = _quantize
 
-    cache = DynamicCache(config=thinker("ponder2").config)
-    cache.layers = [Quantised(nbits=4)]
-    with pytest.raises(ValueError, match="cannot store its keys in a Quantised"):
-        with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
+    for layer in (Quantised(nbits=4), Int8()):
+        cache = DynamicCache(config=thinker("ponder2").config)
+        cache.layers = [layer]
+        with pytest.raises(ValueError, match=f"cannot store its keys in a {type(layer).__name__}"):
+            with_slots(cache, 2, 3, View.ALL, 1, torch.device("cpu"))
 
 
 def test_making_slots_twice_is_making_them_once():

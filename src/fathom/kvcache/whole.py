@@ -13,6 +13,9 @@ import transformers.cache_utils as backends
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, QuantizedCache, StaticCache
 
+from fathom.models.axes.roles import View
+from fathom.models.registry import recurrence_class
+
 from .kivi import Int4, Int8, Kivi
 
 OWN: dict[str, type[Kivi]] = {"int8": Int8, "int4": Int4}
@@ -37,12 +40,23 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
     """A growing, uncompressed cache, stored unchanged or through a quantisation backend."""
     if quantized is None:
         return DynamicCache(config=config)
+    if config.model_type == "fathom" and _has_slots(config):
+        raise ValueError(
+            f"quantized={quantized}: recurrence {config.recurrence!r} stores the iterations of a token in a cache of "
+            "its own, which cannot quantize its entries; use method 'full'"
+        )
     layer = backend_layer(quantized)
     if quantized not in OWN:
         return QuantizedCache(quantized, config)
     cache = DynamicCache(config=config)
     cache.layers = [layer() if type(own) is DynamicLayer else own for own in cache.layers]
     return cache
+
+
+def _has_slots(config: PreTrainedConfig) -> bool:
+    """Whether tokens halt or iterations read one another, so that the model's cache is `trips/slot_cache.py`'s."""
+    recurrence = recurrence_class(config)
+    return recurrence.sees(config) is not View.SAME or recurrence.stops(config)
 
 
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:

@@ -182,7 +182,8 @@ def with_slots(
             empty_slots(first.family, rows, device)
         return first.table
     for layer in cache.layers:
-        if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
+        own = type(layer).__module__ != DynamicLayer.__module__  # such a layer stores in a form of its own
+        if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize") or own:
             raise ValueError(
                 f"this model cannot store its keys in a {type(layer).__name__}: use a dynamic or static cache"
             )
