@@ -8,11 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.kvcache.rope import Rope, Still
+from fathom.models import FathomForCausalLM
 from fathom.models.axes.roles import View
 from fathom.models.registry import recurrence_class
 from tests.models.cases import config_of
 
-from .cases import SHAPE, model_of
+from .cases import SHAPE, model_of, tokens
 
 
 @pytest.mark.parametrize(
@@ -94,6 +95,31 @@ def test_angles_that_were_rounded_are_the_models_own():
     rope = Rope(model.config)
     rope.ask(model.model)
     assert torch.equal(rope.plan[0].embed.inv_freq, model.model.rotary_emb.inv_freq.float())
+
+
+@torch.no_grad()
+def test_rounded_angles_of_a_fathom_model():
+    """In a model of one layer `drop` leaves what the sinks and the last tokens are by themselves, wherever they were.
+
+    By other angles than the model's own, the sinks would be off by more with every compression.
+    """
+    model = model_of("fathom", num_hidden_layers=1)
+    model.model.rotary_emb.to(torch.bfloat16)
+    ids, cache = tokens(1, 500), build_cache(model, "drop", window=32, sinks=8)
+    found = model(ids, past_key_values=cache).logits[0, -1]
+    held = torch.cat([ids[:, :8], ids[:, 8 - cache.entries :]], dim=1)
+    assert (found - model(held, use_cache=False).logits[0, -1]).abs().max() < 1e-4
+
+
+def test_fathoms_angles_by_type_of_layer():
+    kinds, rope = ["sliding_attention", "full_attention"], {"rope_type": "default"}
+    both = {kind: {**rope, "rope_theta": theta} for kind, theta in zip(kinds, (100.0, 1e4), strict=True)}
+    config = config_of("vanilla", num_hidden_layers=2, layer_types=kinds, sliding_window=64, rope_parameters=both)
+    model = FathomForCausalLM(config).bfloat16()
+    rope = Rope(config)
+    rope.ask(model.model)
+    for kind, turn in zip(kinds, rope.plan, strict=True):
+        assert torch.equal(turn.embed.inv_freq, model.model.rotary_emb[kind].inv_freq.float())
 
 
 def test_a_model_whose_keys_are_not_rotated_as_its_code_says(monkeypatch):

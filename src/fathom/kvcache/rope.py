@@ -88,6 +88,8 @@ class Turn(Still):
         """Copy the rotary angles of a model's own module, because a model that was cast to half precision uses rounded
         angles."""
         name = f"{self._prefix}inv_freq"
+        if getattr(embed, name).is_meta:
+            return
         with torch.inference_mode(False):
             setattr(self.embed, name, getattr(embed, name).detach().float().cpu().clone())
         self._tables.clear()
@@ -192,16 +194,19 @@ class Rope:
         Raises:
             ValueError: The keys at one position are not the rotated keys of another.
         """
-        if family(decoder.config).model_type == "fathom":  # the configuration says it
+        if self._asked:
             return
-        if not self._asked:
+        if family(decoder.config).model_type == "fathom":  # the configuration says which layers rotate
+            for kind, turn in self.turns.items():
+                turn.adopt(decoder.rotary_emb if kind is None else decoder.rotary_emb[kind])
+        else:
             for module in decoder.modules():
                 for turn in self.turns.values():
                     if type(module) is type(turn.embed):
                         turn.adopt(module)
             kinds, self.by_token = _answers(decoder, self)
             self.plan = [Still() if kind == STILL else self.turns[kind] for kind in kinds]
-            self._asked = True
+        self._asked = True
 
 
 STILL = "no rotation"
