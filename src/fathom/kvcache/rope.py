@@ -339,18 +339,26 @@ def _read(decoder: PreTrainedModel, start: int, part: int = TOKENS) -> tuple[Ten
     ids = (torch.arange(TOKENS, device=device) + 3).unsqueeze(0) % config.vocab_size
     places = torch.arange(start, start + TOKENS, device=device).unsqueeze(0)
     once = {"max_trips": 1} if config.model_type == "fathom" else {}
-    cache = DynamicCache(config=family(config))
-    for i, layer in enumerate(cache.layers):  # one with a window would not keep all keys
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[i] = DynamicLayer()
+    cache = keeping_all(config)
     hidden = [
         decoder(input_ids=x, position_ids=at, use_cache=True, **passed(decoder, cache), **once).last_hidden_state
         for x, at in zip(ids.split(part, 1), places.split(part, 1), strict=True)
     ]
-    held = (isinstance(layer, CacheLayerMixin) and layer.is_initialized for layer in cache.layers)
-    return torch.cat(hidden, 1).float(), [
-        layer.keys.float() if keeps else None for layer, keeps in zip(cache.layers, held, strict=True)
-    ]
+    return torch.cat(hidden, 1).float(), [layer.keys.float() if keeps(layer) else None for layer in cache.layers]
+
+
+def keeping_all(config: PreTrainedConfig) -> DynamicCache:
+    """A growing cache for a model of this configuration, in which layers with a window keep all keys too."""
+    cache = DynamicCache(config=family(config))
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicSlidingWindowLayer:
+            cache.layers[i] = DynamicLayer()
+    return cache
+
+
+def keeps(layer: object) -> bool:
+    """Whether a cache's layer holds keys; those of layers with a state only do not."""
+    return isinstance(layer, CacheLayerMixin) and layer.is_initialized
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -7,6 +7,7 @@ import torch
 
 from fathom.evaluation.caches.spectrum import Shares, shares, spectrum
 from fathom.kvcache import Schedule
+from tests.kvcache import test_states as states
 from tests.tiny import tiny_config
 
 from fathom.models import FathomForCausalLM  # isort: skip
@@ -51,6 +52,23 @@ def test_keys_are_seen_before_their_rotation(model: FathomForCausalLM) -> None:
     with torch.no_grad():
         cache = model(torch.full((1, 64), 7), use_cache=True).past_key_values
     assert shares([cache.layers[0].keys], SCHEDULE).mean[0] < 1 - 1e-4
+
+
+def test_keys_of_a_loop_are_those_of_their_layers() -> None:
+    """Iterations after the prelude do not begin with the first layer, which alone does not rotate here."""
+    options = {"recurrence": "loop", "recurrence_options": {"trips": 3, "prelude": 1}}
+    looped = FathomForCausalLM(tiny_config(no_rope_layers=[0, 1, 1, 1], initializer_range=0.3, **options)).eval()
+    found = spectrum(looped, torch.full((1, 64), 7), SCHEDULE)
+    assert len(found.keys.mean) == 1 + 3 * 3 and min(found.keys.mean) > 1 - 1e-6
+
+
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
+def test_layers_with_a_state_have_no_keys(name: str) -> None:
+    """A convolution alone is left out; attention beside a state is not."""
+    theirs = states.model_of(name)
+    found = spectrum(theirs, torch.arange(64).unsqueeze(0) % 50 + 3, SCHEDULE)
+    attends = [kind in ("full_attention", "hybrid") for kind in theirs.config.layer_types]
+    assert len(found.keys.mean) == len(found.values.mean) == sum(attends) > 0
 
 
 def test_values_before_and_after_the_mixer(model: FathomForCausalLM) -> None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
 
 from fathom.kvcache.freqkv import dct_matrix
-from fathom.kvcache.rope import Rope, refuse
+from fathom.kvcache.rope import Rope, keeping_all, keeps, refuse
 from fathom.kvcache.schedule import Schedule
 from fathom.kvcache.watch import decoder_of
 from fathom.models.axes.cache_name import passed
+from fathom.models.modeling import FathomModel
+from fathom.models.trips.slots import banks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,14 +65,16 @@ def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectru
         ValueError: A model whose keys cannot be turned back.
     """
     refuse(model.config, schedule.window)
-    rope, cache = Rope(model.config), DynamicCache()
-    rope.ask(decoder_of(model))
+    rope, cache = Rope(model.config), keeping_all(model.config)
+    rope.ask(decoder := decoder_of(model))
     mixes = getattr(model.config, "mixer", "none") != "none"
     with _projected(model) as projected:
         model(input_ids=ids[:, : schedule.window].to(model.device), use_cache=True, **passed(model, cache))
-    bare = (rope.plan[i % len(rope.plan)].turn(layer.keys.double(), 0, -1) for i, layer in enumerate(cache.layers))
-    keys = shares(bare, schedule)
-    values = shares([layer.values for layer in cache.layers], schedule)
+    loops = isinstance(decoder, FathomModel)
+    which = banks_of(decoder.plan_of(decoder.served_trips)) if loops else range(len(cache.layers))
+    held = [(rope.plan[i], layer) for i, layer in zip(which, cache.layers, strict=True) if keeps(layer)]
+    keys = shares((turn.turn(layer.keys.double(), 0, -1) for turn, layer in held), schedule)
+    values = shares([layer.values for _, layer in held], schedule)
     unmixed = shares(projected, schedule) if mixes else None
     return Spectrum(keys, values, unmixed, (schedule.kept - 1) / (schedule.compressed - 1))
 
