@@ -180,6 +180,20 @@ def test_a_state_is_transformers_own(name, tmp_path):
     assert cache.entries == 15
 
 
+@torch.no_grad()
+def test_a_loop_is_stored_with_its_states(tmp_path):
+    """After a prelude iterations do not begin with the first layer."""
+    options = {"recurrence": "loop", "recurrence_options": {"trips": 2, "prelude": 1}}
+    model, ids = model_of("lfm2", hosted=True, **options), tokens(1, 30)
+    cache = build_cache(model, "drop", window=N)
+    model(ids, past_key_values=cache)
+    save_cache(cache, tmp_path / "context")
+    again = load_cache(model, tmp_path / "context")
+    assert torch.equal(*(model(ids[:, :3], past_key_values=each).logits for each in (cache, again)))
+    with pytest.raises(ValueError, match="a model with other layers or iterations"):
+        load_cache(model_of("lfm2"), tmp_path / "context")
+
+
 def state_touched(monkeypatch):
     """A compression empties the state."""
     update = State.update_conv_state

@@ -16,8 +16,11 @@ from typing import Any, cast
 from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+
+from fathom.models.registry import recurrence_class
+from fathom.models.trips.slots import banks_of, plan
 
 from .build import METHODS, config_of
 from .cache import MemoryCache
@@ -106,10 +109,24 @@ def load_cache(model: PreTrainedModel, path: str | Path) -> MemoryCache:
         raise ValueError(f"{path}: this cache was filled by a model with other RoPE angles")
     watch(model)
     own = own_layers(config)
-    layers = [_layer(i, said, about, rope, tensors, own[i % len(own)]) for i, said in enumerate(about["layers"])]
+    which = list(range(len(own))) if len(about["layers"]) == len(own) else looped(config, len(about["layers"]))
+    if which is None:
+        raise ValueError(f"{path}: this cache was filled by a model with other layers or iterations")
+    layers = [
+        _layer(i, said, about, rope, tensors, own[layer])
+        for i, (said, layer) in enumerate(zip(about["layers"], which, strict=True))
+    ]
     cache = MemoryCache(next(layer.method for layer in layers if isinstance(layer, Memory)), layers)
     cache.offset = about["offset"]
     return cache
+
+
+def looped(config: PreTrainedConfig, count: int) -> list[int] | None:
+    """The model's layer of each of `count` cache layers, of which a loop has one for each iteration; None if no number
+    of iterations has so many."""
+    most = recurrence_class(config).most_trips(config) if config.model_type == "fathom" else 0
+    found = (banks_of(plan(config, trips)) for trips in range(2, most + 1))
+    return next((layers for layers in found if len(layers) == count), None)
 
 
 def _parts(layer: CacheLayerMixin) -> dict[int, CacheLayerMixin]:
