@@ -66,6 +66,19 @@ def test_one_context_and_many_questions():
     assert (first - whole).abs().mean() < 0.5 * (none - whole).abs().mean()
 
 
+@torch.no_grad()
+def test_a_loop_is_the_deeper_model_that_it_unrolls_to():
+    """Each iteration of a layer has scores and entries of its own."""
+    looped = model_of("loop", num_hidden_layers=2, recurrence_options={"trips": 2})
+    plain = model_of("fathom", num_hidden_layers=4)
+    weights = looped.state_dict()
+    again = {name.replace(f"layers.{i}.", f"layers.{i + 2}."): x for name, x in weights.items() for i in (0, 1)}
+    plain.load_state_dict(again | weights)
+    ids, request, question = tokens(1, T), tokens(1, 5, seed=9), tokens(1, 6, seed=4)
+    a, b = (model(question, past_key_values=reconstruct(model, ids, request)).logits for model in (looped, plain))
+    assert (a - b).abs().max() < 1e-5
+
+
 def test_what_is_refused():
     request = tokens(1, 5)
     with pytest.raises(ValueError, match="kvzip needs layers that keep the whole context"):

@@ -10,12 +10,16 @@ paper's heads and layers share one budget.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models.axes.cache_name import passed
+from fathom.models.modeling import FathomModel
+from fathom.models.trips.slots import with_banks
 
 from .build import cache_of, config_of
 from .cache import MemoryCache
@@ -111,11 +115,11 @@ def reconstruct(
     if not all(type(own) is DynamicLayer and state is None for own, state in own_layers(config)):
         raise ValueError("kvzip needs layers that keep the whole context: use another method for this model")
     method = KVzip(Once.at(length, sinks, ratio), Rope(config))
-    readers = [Reader() for _ in own_layers(config)]
-    full, was = Cache(layers=list(readers)), decoder.config._attn_implementation
+    full, was = Cache(layers=[Reader() for _ in own_layers(config)]), decoder.config._attn_implementation
     decoder.config._attn_implementation = observed_backend(decoder)
     try:
         decoder(ids, use_cache=True, **passed(decoder, full))
+        readers = cast("list[Reader]", full.layers)  # in a loop one for each iteration
         for start in range(0, length, chunk):
             repeated = ids[:, start : start + chunk]
             for reader in readers:
@@ -129,6 +133,8 @@ def reconstruct(
     if not hasattr(readers[0], "scores"):
         raise ValueError(UNSEEN)
     cache = cache_of(method, config, model)
+    if isinstance(decoder, FathomModel):
+        with_banks(cache, decoder.plan_of(decoder.served_trips))
     for memory, reader in zip(cache.layers, readers, strict=True):
         assert isinstance(memory, Memory)
         memory.take(reader.keys, reader.values, reader.scores)
