@@ -12,16 +12,20 @@ import torch
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     MinPLogitsWarper,
     MistralConfig,
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from fathom.errors import RequestError
+from fathom.errors import RequestError, SettingsError
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for, token_bytes
 from fathom.inference.engine import Engine, Job
@@ -182,6 +186,25 @@ def test_a_window_without_kinds_of_layers_slides():
     cases = [(prompt, 6) for prompt in prompts_of(random.Random(3), 4)]
     assert type(batch_for(mistral)) is SlabBatch
     assert run(mistral, cases) == [alone(mistral, *one) for one in cases]
+
+
+def test_a_state_that_several_tokens_would_overwrite(monkeypatch):
+    """Mamba's class begins anew if it continues by several tokens, so the server reads a whole prompt at once."""
+    torch.manual_seed(0)
+    small = dict(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=None)
+    model = MambaForCausalLM(MambaConfig(**small, initializer_range=0.5)).eval()
+    assert not batches.may_chunk(model) and batches.continues(model, 1)
+    prompts = prompts_of(random.Random(0), 2)
+    expected = [alone(model, prompt, 4) for prompt in prompts]
+    assert run(model, [(prompt, 4) for prompt in prompts]) == expected
+    monkeypatch.setattr(batches, "may_chunk", lambda model: True)
+    assert run(model, [(prompt, 4) for prompt in prompts]) != expected
+
+
+def test_a_class_that_reads_no_cache_is_refused():
+    small = dict(vocab_size=61, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16, context_length=32)
+    with pytest.raises(SettingsError, match="rwkv does not continue a text from transformers' cache"):
+        Engine(RwkvForCausalLM(RwkvConfig(**small)).eval(), BUDGET)
 
 
 def test_caches_of_constant_size_take_turns():

@@ -27,11 +27,13 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from fathom.errors import SettingsError
 from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
 from fathom.kvcache.prefill import chunks
@@ -51,6 +53,10 @@ GRAIN = 256
 """Slabs grow in steps of this many tokens."""
 DRAFTS = 16
 """Most tokens that are drafted at a time."""
+PROBED = 8
+"""Tokens with which `continues` tries a model."""
+_CONTINUES: WeakKeyDictionary[PreTrainedModel, dict[int, bool]] = WeakKeyDictionary()
+"""What `continues` has found."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all.
@@ -705,8 +711,40 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
 
 def may_chunk(model: PreTrainedModel) -> bool:
     """Whether a prompt may be read in several parts without changing the result. `ponder2` and `ponder3` read a whole
-    prompt at once, unless `prefill` is `exact`: the result of a few Jacobi rounds depends on where a prompt is cut."""
+    prompt at once, unless `prefill` is `exact`: the result of a few Jacobi rounds depends on where a prompt is cut. So
+    do classes of transformers that continue a recurrent state by single tokens only, as Mamba's."""
     if not isinstance(model, FathomForCausalLM):
-        return True
+        return shares(model) or continues(model, PROBED // 2)
     recurrence = model.model.recurrence
     return recurrence.view.depth_parallel or recurrence.exact() or recurrence.trips == 1
+
+
+@torch.inference_mode()
+def continues(model: PreTrainedModel, part: int) -> bool:
+    """Whether a model of transformers, after half of a few tokens, reads the others in parts of `part` tokens with the
+    same result as all at once. It is tried once."""
+    known = _CONTINUES.setdefault(model, {})
+    if part not in known:
+        ids = (torch.arange(PROBED, device=model.device) + 3).unsqueeze(0) % model.config.get_text_config().vocab_size
+        cache = DynamicCache(config=model.config)
+        for piece in ids.split([PROBED // 2, *[part] * (PROBED // 2 // part)], dim=1):
+            found = model(piece, use_cache=True, **passed(model, cache)).logits[:, -1].float()
+        whole = model(ids, use_cache=False).logits[:, -1].float()
+        near = 0.1 if model.dtype.itemsize <= 2 else 1e-3
+        known[part] = not bool((found - whole).norm() > near * whole.norm())  # NaN is reported with each text
+    return known[part]
+
+
+def refuse_forgetful(model: PreTrainedModel) -> None:
+    """Refuse a model of transformers whose class does not continue a text from the cache that it is given, as
+    RWKV's."""
+    kind = model.config.model_type
+    try:
+        able = isinstance(model, FathomForCausalLM) or continues(model, 1)
+    except Exception as error:
+        words = str(error).partition("\n")[0]
+        raise SettingsError(
+            f"{kind} failed to read a few tokens into transformers' cache ({words}): use `fathom generate`"
+        ) from error
+    if not able:
+        raise SettingsError(f"{kind} does not continue a text from transformers' cache: use `fathom generate`")

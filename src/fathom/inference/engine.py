@@ -34,9 +34,11 @@ from fathom.inference.batches import (
     GRAIN,
     DraftBatch,
     LiveBatch,
+    LoneBatch,
     SlabBatch,
     batch_for,
     may_chunk,
+    refuse_forgetful,
     shares,
     token_bytes,
     trips_of,
@@ -235,6 +237,8 @@ class Engine:
         if self.by_rows:
             attend_by_rows(model)
         batch = batch_for(model, None, policy, draft_trips)  # refuses models that cannot draft here
+        if policy is None and isinstance(batch, LoneBatch):
+            refuse_forgetful(model)
         if lookup and not isinstance(batch, SlabBatch):
             raise SettingsError("lookup: the cache of this model, or `kvcache`, cannot remove tokens: leave lookup out")
         self.lookup = lookup
