@@ -198,6 +198,18 @@ def test_overrides_reach_into_options() -> None:
     assert recipe.config().mixer_options["stride"] == 4
 
 
+def test_a_mixture_and_groups_are_replaced_as_a_whole(tmp_path: Path) -> None:
+    """Or a mixture of one collection keeps the shares of those that it leaves out."""
+    recipe = parse_recipe({}, ["data.mixture={web: 0.8, papers: 0.2}", "optim.groups={norm: {lr: 2}}"])
+    assert recipe.override("data.mixture={papers: 1}").data.mixture == {"papers": 1}
+    assert recipe.override("data={mixture: {papers: 1}}").data.mixture == {"papers": 1}
+    assert recipe.override("data.mixture.papers=1").data.mixture == {"web": 0.8, "papers": 1}
+    assert recipe.override("optim.groups={}").optim.groups == {}
+    (tmp_path / "below.yaml").write_text(recipe.to_yaml())
+    (tmp_path / "above.yaml").write_text("base: below.yaml\ndata: {mixture: {code: 1}}\n")
+    assert load_recipe(tmp_path / "above.yaml").data.mixture == {"code": 1}
+
+
 def test_base(tmp_path: Path) -> None:
     (tmp_path / "below.yaml").write_text("optim: {lr: 1, eps: 1e-6}\nmodel: {hidden_size: 8}\n")
     (tmp_path / "above.yaml").write_text("base: below.yaml\noptim: {lr: 2}\n")

@@ -1,7 +1,8 @@
 """Settings: dataclasses are the schema, the docstring under a field is its help, YAML gives values.
 
-A file may name another as `base` and overrides its keys; dotted `key=value` words override both. A section checks
-itself when it is created, from YAML or in Python. An error is one line: the key, the value, and what is allowed.
+A file may name another as `base` and overrides its keys; dotted `key=value` words override both. Mappings are merged,
+but those of `WHOLE` are replaced. A section checks itself when it is created, from YAML or in Python. An error is one
+line: the key, the value, and what is allowed.
 
 The keys of a training run are in `recipe.py`, those of a corpus in `corpus/recipe.py`, those of a ladder in
 `experiments/ladder_rules.py`, and those of a paper's table in `experiments/paper.py`. `cli/parser.py` prints keys for
@@ -30,6 +31,8 @@ import yaml
 from fathom.errors import SettingsError
 from fathom.values import LISTS, allowed, finite, fit, hints_of, plain
 
+WHOLE = ("mixture", "shares", "groups")
+"""Keys whose mapping replaces an earlier one as a whole, because one value means little without the others."""
 Rule = tuple[bool, str, str]
 """A check: whether it passed, the key, and what is allowed."""
 
@@ -320,9 +323,19 @@ def read_values(path: Path, seen: tuple[Path, ...] = ()) -> dict[str, object]:
 def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
     merged = dict(below)
     for key, value in above.items():
-        under = merged.get(key)
-        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+        under, merged[key] = merged.get(key), value
+        if key not in WHOLE and isinstance(under, dict) and isinstance(value, dict):
+            merged[key] = _merge(under, value)
     return merged
+
+
+def _assign(values: dict[str, object], key: Sequence[str], value: object) -> dict[str, object]:
+    """The values with one at a key of several parts, outermost first."""
+    first, *rest = key
+    if not rest:
+        return _merge(values, {first: value})
+    under = values.get(first)
+    return {**values, first: _assign(under if isinstance(under, dict) else {}, rest, value)}
 
 
 def recipes_folder() -> Path:
@@ -347,10 +360,7 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             raise SettingsError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
-        nested = _yaml(text, key)
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        values = _merge(values, nested)
+        values = _assign(values, key.split("."), _yaml(text, key))
     return values
 
 
