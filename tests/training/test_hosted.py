@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fathom.checkpoints.runs import find_checkpoint, load_tensors, read_weights
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training.loop import train
@@ -33,6 +34,25 @@ def continued(corpus: Path, base: Path) -> Recipe:
 def killed_in(recipe: Recipe, run: Path, step: int) -> None:
     """Train, and die in a step."""
     train(recipe, run, callbacks=[At(step, lambda: os.kill(os.getpid(), signal.SIGKILL))])
+
+
+@pytest.mark.parametrize("way", ["", "lora.rank=2", "train.precision=bf16"])
+def test_the_bias_of_experts_is_saved_and_exported(way: str, corpus: Path, tmp_path: Path) -> None:
+    """It is a buffer, which no gradient changes, and it chooses the experts of every token."""
+    if way.startswith("lora"):
+        pytest.importorskip("peft")
+    theirs = theirs_of("deepseek_v3", vocab_size=304)
+    name, bias = next(one for one in theirs.named_buffers() if one[0].endswith("e_score_correction_bias"))
+    theirs.save_pretrained(tmp_path / "base")
+    one = ("model=null", f"model.from_pretrained={tmp_path / 'base'}", "train.steps=1", "train.export=true")
+    words = (*one, "evaluate.every=0", "evaluate.tokens=32", *way.split())
+    run = train(tiny_recipe(corpus, *words), tmp_path / "run")
+    tensors = {"model." + name: torch.empty_like(bias)}
+    load_tensors(find_checkpoint(run.run_dir).directory, tensors)
+    assert torch.equal(tensors["model." + name], bias)
+    if not way:
+        assert torch.equal(read_weights(find_checkpoint(run.run_dir))[name], bias)
+    assert torch.equal(FathomForCausalLM.from_pretrained(run.model).get_buffer(name), bias)
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ from fathom.checkpoints.layout import (
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError, ModelError, TrainingError
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.loading import differing, require_shapes
+from fathom.models.loading import differing, kept_buffers, require_shapes
 from fathom.models.registry import known as known_mechanisms
 from fathom.report.files import Digest, digest, read_json
 from fathom.report.results import restored
@@ -307,11 +307,12 @@ def is_settled(where: str | Path, saved: Saved) -> bool:
 
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:
-    """The fp32 weights of a run's checkpoint by parameter name."""
+    """The fp32 weights of a run's checkpoint by name, with the buffers that belong to them."""
     _refuse_adapters(saved.directory.parent)
     with torch.device("meta"):
         model = FathomForCausalLM(config_of(_recipe_of(saved.directory).model))
-    weights = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in model.named_parameters()}
+    named = (*model.named_parameters(), *kept_buffers(model).items())
+    weights = {name: torch.empty(tensor.shape, dtype=torch.float32) for name, tensor in named}
     load_tensors(saved.directory, {f"model.{name}": tensor for name, tensor in weights.items()})
     return weights
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .axes.roles import MechanismModule, Recurrence, Residual, ValueMixer
@@ -37,6 +37,16 @@ BLOCKS = ("mxfp4", "fp8", "compressed-tensors")
 """Methods of `quantization_config` with tensors of their own, which no hosted layer has."""
 LEARNED = ("max_position_embeddings", "position_offset")
 """Those that do so only where positions are a learned table."""
+
+
+def kept_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a checkpoint of the model must hold, by name, such as `e_score_correction_bias` of a family."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
 
 
 def require_shapes(theirs: PreTrainedConfig, wanted: Mapping[str, object], keys: Collection[str] = SHAPING) -> None:

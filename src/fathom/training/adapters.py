@@ -21,6 +21,7 @@ from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.errors import SettingsError, to_install
 from fathom.models.axes.roles import MechanismModule
+from fathom.models.loading import kept_buffers
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Lora, Recipe
 from fathom.report.files import as_usual
@@ -109,7 +110,10 @@ def merged(adapters: PeftModel) -> dict[str, Tensor]:
         for (name, own), (same, trained) in zip(copied.named_parameters(), adapters.named_parameters(), strict=True):
             assert name == same
             own.copy_(gathered(trained))
-    return {name: parameter.detach() for name, parameter in copied.merge_and_unload().named_parameters()}
+        for name, buffer in kept_buffers(copied).items():
+            buffer.copy_(adapters.get_buffer(name))
+    alone = copied.merge_and_unload()
+    return {name: tensor.detach() for name, tensor in (*alone.named_parameters(), *kept_buffers(alone).items())}
 
 
 class AdapterFiles(Hook):

@@ -26,6 +26,7 @@ from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError
 from fathom.kernels import require, use
 from fathom.models.configuration import FathomConfig
+from fathom.models.loading import kept_buffers
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.models.trips.flex_reading import FLEX, NO_BACKWARD
 from fathom.recipe import Recipe
@@ -127,7 +128,7 @@ class Training:
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name."""
-        weights = {f"model.{name}": tensor for name, tensor in self.weights().items()}
+        weights = {f"model.{name}": tensor for name, tensor in {**self.weights(), **kept_buffers(self.model)}.items()}
         optimizer = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         return {**weights, **optimizer, **{f"guard.{name}": tensor for name, tensor in self.guard.state().items()}}
 

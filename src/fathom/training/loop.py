@@ -32,7 +32,7 @@ from fathom.checkpoints.runs import Saved, changes_of, load_tensors
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
 from fathom.errors import SettingsError, TrainingError
-from fathom.models.loading import described
+from fathom.models.loading import described, kept_buffers
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES
 from fathom.recipe import Recipe, differences, load_recipe
@@ -421,7 +421,8 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    found = training.weights() if training.adapters is None else merged(training.adapters)
+    own = {**training.weights(), **kept_buffers(training.model)}
+    found = own if training.adapters is None else merged(training.adapters)
     weights = {name: whole(tensor).cpu() for name, tensor in found.items()}
     if training.ranks.first:
         with torch.device("meta"):
@@ -430,6 +431,9 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
         model.tie_weights()
         if training.recipe.train.precision == "bf16":
             model.to(torch.bfloat16)
+        if training.recipe.train.precision == "bf16":
+            kept = kept_buffers(model)  # families keep theirs in fp32
+            weights = {name: one if name in kept else one.to(torch.bfloat16) for name, one in weights.items()}
         tokenizer = AutoTokenizer.from_pretrained(
             training.data.tokenizer_directory,
             trust_remote_code=False,  # None would ask
