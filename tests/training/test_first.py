@@ -17,7 +17,7 @@ from fathom.recipe import Recipe
 from fathom.training import branch, train
 from fathom.training.build import Training
 from fathom.training.first import FirstSteps
-from tests.tiny import make_conversations
+from tests.tiny import export_tiny, make_conversations
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +53,15 @@ def test_the_first_batch_is_evaluated_to_its_loss(
     (loss,) = re.findall(r"first batch: loss ([\d.]+), equal to its evaluation", said.out + said.err)
     first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
     assert float(loss) == pytest.approx(first["loss"], abs=1e-4)
+
+
+def test_the_penalty_of_routers_is_no_fault(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = export_tiny(tmp_path / "model", vocab_size=304, experts=4, experts_per_token=2, router_aux_loss_coef=0.5)
+    words = ("model=null", "data.other_tokenizer=true", "track.display=lines", "train.steps=1", "evaluate.every=0")
+    train(recipe.override(*words, f"model.from_pretrained={model}"), tmp_path / "run")
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(first["cross_entropy"] + first["router"], abs=1e-5) and first["router"] > 0.1
+    assert f"first batch: ce {first['cross_entropy']:.4f}, equal to its evaluation" in capsys.readouterr().err
 
 
 def test_a_loop_that_computes_another_loss_is_stopped(

@@ -45,7 +45,7 @@ from fathom.training.parallel import (
     synchronize_gradients,
     whole,
 )
-from fathom.training.results import StepMetrics
+from fathom.training.results import CROSS_ENTROPY, StepMetrics
 from fathom.training.source import fingerprint, model_of, source_of
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
@@ -108,9 +108,12 @@ class Training:
             # FSDP averages gradients over ranks, but the loss is already divided by the targets of all ranks.
             (out.loss * ranks.world_size).backward()
             loss += out.loss.detach().float()
+            terms = dict(out.aux_losses or {})
+            if terms:
+                terms.setdefault(CROSS_ENTROPY, out.loss - sum(terms.values()))
             # Penalties of micro-batches are summed, as their losses are; metrics are averaged.
-            for found, parts in ((out.aux_losses, 1), (out.metrics, len(batches) * ranks.world_size)):
-                for name, value in (found or {}).items():
+            for found, parts in ((terms, 1), (out.metrics or {}, len(batches) * ranks.world_size)):
+                for name, value in found.items():
                     extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / parts
         loss = ranks.sum(loss)
         extra = {name: ranks.sum(value) for name, value in sorted(extra.items())}

@@ -63,7 +63,7 @@ class FirstSteps(Hook):
         if loss is None or not math.isfinite(loss) or values.get("skipped"):
             return
         if step == 1 and self._expected is not None:
-            self._require_equal(loss)
+            self._require_equal(loss, "ce" if CROSS_ENTROPY in values else "loss")
         if step in self._watched:
             self._require_kept(step, loss)
         self._known = loss if self._known is None else 0.9 * self._known + 0.1 * loss
@@ -80,7 +80,7 @@ class FirstSteps(Hook):
         training.model.train()
         return float(ranks.sum(total))
 
-    def _require_equal(self, loss: float) -> None:
+    def _require_equal(self, loss: float, name: str) -> None:
         assert self._expected is not None
         tolerance = TOLERANCE[self._run.recipe.train.precision]
         if abs(loss - self._expected) > tolerance * max(1.0, self._expected):
@@ -88,7 +88,6 @@ class FirstSteps(Hook):
                 f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} in evaluation. "
                 "These must be equal; try train.compile=false and parallel.name=single to find the cause"
             )
-        name = "loss" if self._run.recipe.distill.teacher is None else "ce"
         self._run.say(f"first batch: {name} {loss:.4f}, equal to its evaluation")
 
     def _require_kept(self, step: int, loss: float) -> None:
