@@ -1,11 +1,28 @@
-"""The peak of a device by its name, which MFU is measured against."""
+"""The time of steps, and the peak of a device by its name, which MFU is measured against."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fathom.recipe import Recipe
+from fathom.training import Hook, train
 from fathom.training.meter import peak_flops
+
+
+class LongPreparation(Hook):
+    """Takes a thousand seconds before the first step, by the run's clock."""
+
+    def before_run(self, run: Any) -> None:
+        run.meter._since -= 1000
+
+
+def test_what_comes_before_the_first_step_is_not_counted(recipe: Recipe, tmp_path: Path) -> None:
+    brief = recipe.override("train.steps=1", "evaluate.every=0", "evaluate.tokens=32")
+    assert train(brief, tmp_path / "run", callbacks=[LongPreparation()]).seconds < 500
 
 
 @pytest.mark.parametrize(

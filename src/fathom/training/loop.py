@@ -225,6 +225,7 @@ class Run:
             for step, batches in training.batches(self.step, settings.steps):
                 for hook in self.hooks:
                     hook.before_step(self)
+            self.meter.start()
                 metrics = training.step(step, batches)
                 self.meter.add(metrics)
                 self.step = step + 1

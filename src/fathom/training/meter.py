@@ -39,6 +39,10 @@ class Meter:
         self._flops = step_flops(recipe)
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
+    def start(self) -> None:
+        """Begin to count the time: what came before was no step."""
+        self._since = time.perf_counter()
+
     def add(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step without reading them from the device."""
         self._steps.append(metrics)
