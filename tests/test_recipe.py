@@ -297,6 +297,15 @@ def test_text_is_read_back_as_it_was(project: str, tmp_path: Path) -> None:
     assert project != "café" or "café" in recipe.to_yaml()
 
 
+def test_the_order_of_a_mixture_is_a_difference() -> None:
+    """The collections of equal shares take turns in this order, and each has the seed of its place."""
+    phases = "data.phases=[{at: 5, mixture: {a: 1, b: 1}}]"
+    one = parse_recipe({}, ["data.mixture={a: 0.5, b: 0.5}", phases])
+    assert differences(one, one.override("data.mixture={b: 0.5, a: 0.5}")) == ["data.mixture"]
+    assert differences(one, one.override("data.mixture={b: 0.6, a: 0.5}")) == ["data.mixture.b"]
+    assert differences(one, one.override("data.phases=[{at: 5, mixture: {b: 1, a: 1}}]")) == ["data.phases"]
+
+
 def test_differences() -> None:
     a = parse_recipe({"model": {"mixer": "none"}})
     b = a.override("optim.lr=1", "model.mixer_options.stride=2", "train.micro_batch=1", "parallel.name=fsdp")

@@ -508,7 +508,19 @@ def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) ->
     """Dotted keys on which two recipes disagree, without those under a prefix in `ignore`."""
     left, right = values_of(a), values_of(b)
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key) or (key in left) != (key in right)]
-    return [key for key in keys if not any(key == prefix or key.startswith(prefix + ".") for prefix in ignore)]
+    keys += [key for key, names in _orders(a).items() if names != _orders(b)[key] and not _under(keys, key)]
+    return [key for key in keys if not any(_under([key], prefix) for prefix in ignore)]
+
+
+def _orders(recipe: Recipe) -> dict[str, object]:
+    """The order of collections in each mixture, which decides which sequences a run draws from them."""
+    phases = [list(typing.cast("dict[str, float]", phase["mixture"])) for phase in recipe.data.phases]
+    return {"data.mixture": list(recipe.data.mixture), "data.phases": phases}
+
+
+def _under(keys: Sequence[str], prefix: str) -> bool:
+    """Whether one of some dotted keys is a given one or lies below it."""
+    return any(key == prefix or key.startswith(prefix + ".") for key in keys)
 
 
 def describe() -> list[tuple[str, str, str, str]]:
