@@ -63,6 +63,20 @@ def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: P
         branch(run, tmp_path / "new", ["train.steps=16", "data.mixture.rivers=0.5"])
 
 
+def test_a_branch_may_leave_out_a_phase_and_its_collection_or_read_another(corpus: Path, tmp_path: Path) -> None:
+    """The sequences that were read stay the same, and the corpus is still that of the run."""
+    phases = "data.phases=[{at: 2, mixture: {seas: 1}}]"
+    words = ("train.steps=3", "train.checkpoint_every=1", "evaluate.every=0", "evaluate.tokens=32")
+    train(tiny_recipe(corpus, "data.mixture={rivers: 1}", phases, *words), tmp_path / "run")
+    cooled = branch(tmp_path / "run@step-1", tmp_path / "cooled", cooldown=1)
+    assert cooled.recipe.data.phases == () and train(cooled).step == 2
+    given = ["train.steps=3", "optim.schedule=constant", phases]
+    more = train(branch(tmp_path / "cooled", tmp_path / "more", given)).evaluation
+    assert more is not None and list(more.domains) == ["rivers", "seas"]
+    with pytest.raises(SettingsError, match="already taken 3 steps"):
+        branch(tmp_path / "run", tmp_path / "new", ["train.steps=2"])
+
+
 def test_a_recipe_is_read_back(mixed: Recipe, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(mixed.to_yaml())

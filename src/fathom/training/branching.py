@@ -84,7 +84,7 @@ def branch(
     name = _name(saved)
     before = load_recipe(saved.directory / RECIPE)
     overrides = [*overrides, *_cooldown(before, saved.step, cooldown, overrides)]
-    after = _continued(name, before, before.override(*overrides), saved.step, overrides)
+    after = _continued(name, before, _changed(before, overrides), saved.step, overrides)
     if not (run_dir / RECIPE).exists():
         if checkpoint_steps(run_dir) and not read_history(run_dir):
             raise SettingsError(f"{run_dir} contains checkpoints of another run; choose another directory")
@@ -111,6 +111,18 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
     return keys
 
 
+def _changed(before: Recipe, overrides: Sequence[str]) -> Recipe:
+    """The recipe with its changes. Phases of the data mixture keep their steps, and those after the last step are left
+    out, unless the branch gives new phases."""
+    if not before.data.phases or any(word.startswith("data.phases=") for word in overrides):
+        return before.override(*overrides)
+    steps = before.override("data.phases=[]", *overrides).train.steps
+    if steps == before.train.steps:
+        return before.override(*overrides)
+    kept = [{"at": at, "mixture": mix} for at, mix in before.data.later(before.train.steps) if at < steps]
+    return before.override(f"data.phases={json.dumps(kept)}", *overrides)
+
+
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
     """The recipe of a branch, which keeps the original run's warm-up; a `SettingsError` if a branch cannot make the
     changes."""
@@ -123,12 +135,13 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     warmup = before.optim.rising(before.train.steps)
     if not given & {"optim.warmup", "optim.warmup_steps"} and warmup != after.optim.rising(after.train.steps):
         after = after.override(f"optim.warmup_steps={warmup}")
-    after = _with_phases(name, before, after, step, "data.phases" in given)
     if after.train.steps <= step:
         raise SettingsError(
             f"train.steps={after.train.steps}: {name} has already taken {step} steps; allowed: more; "
             "for fewer steps, branch from an earlier checkpoint"
         )
+    if _begun(before, step) != _begun(after, step):
+        raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other phases from then on")
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
         return after
     schedule, planned = before.optim.schedule, before.train.steps
@@ -142,16 +155,9 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     return after
 
 
-def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: bool) -> Recipe:
-    """Keep the steps at which the data mixture's phases begin, unless the branch gives new phases. A phase that has
-    begun cannot change."""
-    planned, now = before.data.later(before.train.steps), after.data.later(after.train.steps)
-    if not given and now != planned:
-        after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
-    begun = [[one for one in phases if one[0] < step] for phases in (planned, after.data.later(after.train.steps))]
-    if begun[0] != begun[1]:
-        raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other phases from then on")
-    return after
+def _begun(recipe: Recipe, step: int) -> list[tuple[int, list[tuple[str, float]]]]:
+    """The phases of the data mixture that begin before a step, with their shares in order."""
+    return [(at, list(mix.items())) for at, mix in recipe.data.later(recipe.train.steps) if at < step]
 
 
 def _rate(recipe: Recipe, step: int) -> float:

@@ -116,10 +116,13 @@ def train(
         return Run(recipe, place, ranks, callbacks, stack, command).train()
 
 
-def _require_same_inputs(trainer: TrainerState, training: Training) -> None:
+def _require_same_inputs(saved: Saved, trainer: TrainerState, training: Training) -> None:
     """Refuse to resume or branch with another corpus, which includes its tokenizer, or another teacher."""
-    recipe = training.recipe
-    if trainer.corpus != training.data.fingerprint:
+    recipe, data = training.recipe, training.data
+    collections = load_recipe(saved.directory / RECIPE).data.collections
+    if collections != recipe.data.collections:  # later phases of a branch may read others
+        data = open_data(recipe.data.directory, "train", False, collections)
+    if trainer.corpus != data.fingerprint:
         raise SettingsError(
             f"data.directory={recipe.data.directory}: differs from the corpus with which this run began"
         )
@@ -171,8 +174,8 @@ class Run:
         saved = self.checkpoints.newest() if branch is None else branch.origin
         self.training = build_training(recipe, ranks, begins=saved is None)
         trainer = None if saved is None else trainer_state(saved)
-        if trainer is not None:
-            _require_same_inputs(trainer, self.training)
+        if saved is not None and trainer is not None:
+            _require_same_inputs(saved, trainer, self.training)
         ranks.barrier()  # checks that may fail on one rank are done
         if ranks.first:
             self._settle(branch, command)
@@ -222,10 +225,10 @@ class Run:
         """Train the remaining steps, then evaluate and export the model."""
         settings, training = self.recipe.train, self.training
         with self.hooks.around(self, self._hook_states), stop_signals(self.ranks.first) as stopped:
+            self.meter.start()
             for step, batches in training.batches(self.step, settings.steps):
                 for hook in self.hooks:
                     hook.before_step(self)
-            self.meter.start()
                 metrics = training.step(step, batches)
                 self.meter.add(metrics)
                 self.step = step + 1
@@ -428,13 +431,11 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     if training.ranks.first:
         with torch.device("meta"):
             model = FathomForCausalLM(training.model.settled_config())
-        model.load_state_dict(weights, strict=False, assign=True)
-        model.tie_weights()
-        if training.recipe.train.precision == "bf16":
-            model.to(torch.bfloat16)
         if training.recipe.train.precision == "bf16":
             kept = kept_buffers(model)  # families keep theirs in fp32
             weights = {name: one if name in kept else one.to(torch.bfloat16) for name, one in weights.items()}
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
         tokenizer = AutoTokenizer.from_pretrained(
             training.data.tokenizer_directory,
             trust_remote_code=False,  # None would ask
