@@ -127,6 +127,12 @@ def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:
     assert one == other
 
 
+def test_a_run_whose_hooks_log_numbers_has_a_page(runs: Path) -> None:
+    run = read_run(runs / "a")
+    logged = replace(run, metrics=[*run.metrics, {"step": 6, "best_loss": 1.0}])
+    assert run_page(logged, Extras()) == run_page(run, Extras()) and logged.tokens == run.tokens > 0
+
+
 def test_a_stopped_run_and_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     stopped = read_run(runs / "stopped")
     assert "unfinished: 6 of 6" in run_page(stopped, Extras()) and "skipped" not in stopped.verdict

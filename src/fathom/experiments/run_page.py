@@ -62,13 +62,18 @@ class RunFacts:
         return int(max((line["step"] for line in self.metrics), default=0))
 
     @property
+    def tokens(self) -> float:
+        """Tokens so far; lines of a hook's own numbers have none."""
+        return max((line["tokens"] for line in self.metrics if "tokens" in line), default=0)
+
+    @property
     def verdict(self) -> str:
         """A sentence on the run's progress, and another on the result if the run is a learning-rate probe."""
         return "\n".join([self._standing, *([] if self.probe is None else [self.probe.sentence])])
 
     @property
     def _standing(self) -> str:
-        steps, tokens = self.recipe.train.steps, max((line["tokens"] for line in self.metrics), default=0)
+        steps, tokens = self.recipe.train.steps, self.tokens
         if self.result is None:
             skipped = list(takewhile(bool, (line["skipped"] for line in self.metrics[::-1] if "skipped" in line)))
             lost = f" The last {len(skipped)} were skipped: their loss was not finite, or their gradient too large."
@@ -216,7 +221,7 @@ def _current(directory: Path) -> bool:
 def _row(run: RunFacts) -> list[str]:
     score = None if run.result is None else run.result.evaluation
     numbers = [DASH, DASH] if score is None else [f"{score.loss:.4f}", f"{score.bits_per_byte:.4f}"]
-    tokens = short(max((line["tokens"] for line in run.metrics), default=0))
+    tokens = short(run.tokens)
     state = "finished" if run.result else f"step {run.step} of {run.recipe.train.steps}"
     name = html.link(run.directory.name, f"{run.directory.name}/{PAGE}")
     return [name, run.cost.mechanism, short(run.cost.parameters), tokens, *numbers, state]
