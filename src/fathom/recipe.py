@@ -77,6 +77,9 @@ class Data(Section, section="data"):
         yield bool(self.mixture) or not self.phases, "phases", "allowed: none, without data.mixture"
         words = "allowed: a list of {at: a share of the steps or a step, mixture: shares of 0 or more}"
         yield all(map(_phase, self.phases)), "phases", words
+        words = "allowed: shares of 0, or of at least 1 in 20,000 of their sum"
+        yield _distinct(self.mixture), "mixture", words
+        yield all(_distinct(shares) for _, shares in self.later(1)), "phases", words
 
     @property
     def collections(self) -> tuple[str, ...]:
@@ -97,6 +100,13 @@ class Data(Section, section="data"):
 def _shares(mixture: dict[str, float]) -> bool:
     values = mixture.values()
     return all(0 <= share < math.inf for share in values) and any(share > 0 for share in values)
+
+
+def _distinct(mixture: dict[str, float]) -> bool:
+    """Whether every share is 0, or large enough for the four digits to which shares are rounded."""
+    from fathom.data.mixture import FINENESS
+
+    return not any(0 < share < math.fsum(mixture.values()) / (2 * FINENESS) for share in mixture.values())
 
 
 def _phase(phase: dict[str, float | dict[str, float]]) -> bool:

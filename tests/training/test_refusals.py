@@ -43,6 +43,7 @@ REFUSED: list[tuple[tuple[str, ...], str]] = [
     (("data.mixture={rivers: -1}",), SHARES),
     (("data.mixture={rivers: 0}",), SHARES),
     (("data.mixture={rivers: .inf}",), "data.mixture="),
+    (("data.mixture={rivers: 1, seas: 1e-5}",), "shares of 0, or of at least 1 in 20,000 of their sum"),
     (("data.mixture=[rivers]",), "a mapping of names to a number"),
     (("data.phases=[{at: 0.5, mixture: {rivers: 1}}]",), "none, without data.mixture"),
     (("data.directory=puzzle:hops", "data.mixture={rivers: 1}"), "none, with data.directory=puzzle:hops"),
