@@ -116,7 +116,8 @@ def test_what_is_saved_and_read_out_meanwhile():
     assert model.model.served_trips == 3
     saved = model.settled_config().recurrence_options
     assert (saved["trips"], saved["growth"], saved["growth_from"]) == (3, "none", 1)
-    model.set_step(STEPS, STEPS)
+    model.set_step(STEPS)
+    assert model.settled_config().recurrence_options["trips"] == 4, "of an unknown number of steps, the last"
     with torch.no_grad():
         plain = build(config_of("loop", recurrence_options={"trips": 4})).eval()
         plain.load_state_dict(model.state_dict())

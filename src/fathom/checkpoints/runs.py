@@ -184,7 +184,7 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     except (ValueError, StrictDataclassError) as error:
         raise ModelError(f"{run / RECIPE}: model: {reason(error)}") from error
     model.load_state_dict(weights, strict=False)
-    model.set_step(saved.step)
+    model.set_step(saved.step, recipe.steps)
     home = Path(str(recipe.data["directory"])) / TOKENIZER
     if tokenizer is None and home.exists():
         tokenizer = open_tokenizer(home)
@@ -247,8 +247,9 @@ def _configured(source: str, **keys: object) -> FathomConfig:
             raise ModelError(f"{directory}: neither a run nor a directory with a {CONFIG}")
         return FathomConfig.from_pretrained(directory, **keys)
     run, step = run_and_step(source) or (Path(source), None)
+    recipe = _recipe_of(run)
     try:
-        config = config_of(_recipe_of(run).model)
+        config = config_of(recipe.model)
     except ModelError as error:
         finished = finished_model(run) if step is None else None  # of the same shape, where the run's source is gone
         if finished is None:
@@ -257,7 +258,7 @@ def _configured(source: str, **keys: object) -> FathomConfig:
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     # As in the run's export at this step, by default the last: schedules have their value there.
-    model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
+    model.set_step(max(checkpoint_steps(run), default=0) if step is None else step, recipe.steps)
     return FathomConfig.from_dict(model.settled_config().to_dict(), **keys)
 
 
@@ -325,6 +326,13 @@ class Blocks:
     data: dict[str, object] = field(default_factory=dict)
     kvcache: dict[str, object] | None = None
     lora: dict[str, object] | None = None
+    train: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int | None:
+        """The number of steps of the run, by which some mechanisms change over training."""
+        steps = self.train.get("steps")
+        return steps if isinstance(steps, int) else None
 
 
 @lru_cache(maxsize=8)

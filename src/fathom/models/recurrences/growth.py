@@ -126,7 +126,7 @@ class GrowingTrips(DrawnTrips):
         super().set_step(step, steps)
         if not self.growth.grows or self.newest is None:
             return
-        made = (step, steps) if steps else (1, 1)
+        made = step, steps or 0
         most = self.growth.most(*made)
         self.grown, drawn = min(self.trips, most), self.growth.trips_range is not None
         self.drawn_trips = between(_bounds(self.growth, most), self.seed, step, "depth") if drawn else most
