@@ -18,9 +18,11 @@ from safetensors.torch import load_file
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import find_model
+from fathom.checkpoints.runs import config_of, open_source
 from fathom.cli.main import main
 from fathom.errors import ModelError, SettingsError, TrainingError
 from fathom.recipe import Recipe, load_recipe
+from fathom.report.files import asdict, digest
 from fathom.training import branch, branching, loop, read_history, read_metrics, train
 from tests import processes
 from tests.tiny import tiny_recipe
@@ -153,6 +155,27 @@ def test_a_cooldown_begins_at_the_rate_in_force(recipe: Recipe, tmp_path: Path) 
     train(branch(f"{tmp_path / 'run'}@step-4", tmp_path / "cooled", cooldown=2))
     rates = [line["lr"] for line in read_metrics(tmp_path / "cooled") if "lr" in line]
     assert len(rates) == 6 and rates[3] > rates[4] > rates[5] == pytest.approx(0.1 * rates[3])
+
+
+def test_a_loop_that_grows_keeps_its_length_until_it_has_grown(constant: Path, tmp_path: Path) -> None:
+    """Or it would lose iterations in a longer run, and in a shorter one get those that were never trained."""
+    options = "model.recurrence_options={trips: 3, growth: linear, growth_share: 0.9}"
+    run, grows = tmp_path / "run", ("model.recurrence=loop", options)
+    shutil.copytree(constant, run)
+    for place in (run, *run.glob("step-*")):
+        (place / "recipe.yaml").write_text(load_recipe(place / "recipe.yaml", grows).to_yaml())
+        for manifest in place.glob("manifest.json"):
+            files = json.loads(manifest.read_text())
+            files["files"]["recipe.yaml"] = asdict(digest(place / "recipe.yaml"))
+            manifest.write_text(json.dumps(files))
+    for step, steps in ((4, 16), (4, 5), (8, 16)):
+        with pytest.raises(SettingsError, match=f"made for 8 steps, which would jump at step {step + 1}"):
+            branch(f"{run}@step-{step}", tmp_path / "new", [f"train.steps={steps}", "optim.schedule=constant"])
+    assert branch(f"{run}@step-8", tmp_path / "new", cooldown=2).recipe.train.steps == 10
+    for step, trips in ((4, 2), (8, 3)):  # by the length of the run, as its own exports
+        opened = open_source(Path(f"{run}@step-{step}")).model.settled_config()
+        for config in (opened, config_of({"from_pretrained": f"{run}@step-{step}"})):
+            assert config.recurrence_options["trips"] == trips
 
 
 @pytest.mark.quick("cosine")

@@ -22,6 +22,7 @@ from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint
 from fathom.errors import SettingsError
+from fathom.models.registry import recurrence_class
 from fathom.recipe import FREE_ON_RESUME, Recipe, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
 from fathom.settings import show
@@ -142,7 +143,10 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
         )
     if _begun(before, step) != _begun(after, step):
         raise SettingsError(f"{name}: data.phases cannot change before step {step}; allowed: other phases from then on")
-    if before.train.steps == after.train.steps or given & {"optim.schedule"}:
+    if before.train.steps == after.train.steps:
+        return after
+    _require_same_progress(name, before.train.steps, after, step)
+    if given & {"optim.schedule"}:
         return after
     schedule, planned = before.optim.schedule, before.train.steps
     if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
@@ -153,6 +157,18 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
             f"learning rate of step {step + 1} would {change}; set optim.schedule to constant, wsd, linear or cosine"
         )
     return after
+
+
+def _require_same_progress(name: str, planned: int, after: Recipe, step: int) -> None:
+    """Refuse another number of steps if iterations that grow, or another schedule of the model, would jump."""
+    config, steps = after.config(), after.train.steps
+    progress = recurrence_class(config).progress
+    if progress(config, step, planned) != progress(config, step, steps):
+        raise SettingsError(
+            f"train.steps={steps}: {name} has recurrence={config.recurrence} with a schedule made for {planned} steps, "
+            f"which would jump at step {step + 1}; allowed: {planned}, or a checkpoint where the schedule has ended "
+            "for both lengths"
+        )
 
 
 def _begun(recipe: Recipe, step: int) -> list[tuple[int, list[tuple[str, float]]]]:

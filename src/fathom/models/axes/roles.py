@@ -453,6 +453,11 @@ class Recurrence(MechanismModule):
         return dict.fromkeys(range(least, most + 1), 1 / (most - least + 1))
 
     @classmethod
+    def progress(cls, config: DecoderConfig, step: int, steps: int) -> tuple[float, ...]:
+        """The values at a step, counted from 0, of schedules that depend on the total number of steps."""
+        return ()
+
+    @classmethod
     def training_rounds(cls, config: DecoderConfig) -> tuple[int, int]:
         """The minimum and maximum Jacobi rounds of a training step; the number is drawn uniformly."""
         return 0, 0

@@ -159,6 +159,12 @@ class Adaponder(Blended, Pondering[AdaponderOptions]):
             assert isinstance(gate, GateMLP)
             gate.init_weights(std, self.options.gate_bias)
 
+    @classmethod
+    def progress(cls, config: DecoderConfig, step: int, steps: int) -> tuple[float, ...]:
+        """How far the penalty has grown."""
+        grown = ramp(step / steps, *AdaponderOptions.of(config).penalty_span)
+        return (*super().progress(config, step, steps), grown)
+
     @property
     def scheduled(self) -> bool:
         """Whether the penalty grows over training, or the base class changes something over training."""

@@ -116,6 +116,12 @@ class GrowingTrips(DrawnTrips):
                 found[trips] = found.get(trips, 0.0) + 1 / (most - least + 1) / PARTS
         return dict(sorted(found.items()))
 
+    @classmethod
+    def progress(cls, config: DecoderConfig, step: int, steps: int) -> tuple[float, ...]:
+        """The number of iterations and the weight of the newest."""
+        options, others = GrowthOptions.of(config), super().progress(config, step, steps)
+        return (*others, options.most(step, steps), options.opened(step, steps)) if options.grows else others
+
     @property
     def scheduled(self) -> bool:
         """Whether iterations grow over training, or the base class changes something over training."""
