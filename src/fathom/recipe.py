@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
 
 
+LEAST_SHARE = 1 / 20_000
+"""The least share of a mixture that `data/mixture.py` does not raise by rounding."""
+
+
 @dataclass(frozen=True)
 class Data(Section, section="data"):
     """The training data and its order."""
@@ -104,9 +108,7 @@ def _shares(mixture: dict[str, float]) -> bool:
 
 def _distinct(mixture: dict[str, float]) -> bool:
     """Whether every share is 0, or large enough for the four digits to which shares are rounded."""
-    from fathom.data.mixture import FINENESS
-
-    return not any(0 < share < math.fsum(mixture.values()) / (2 * FINENESS) for share in mixture.values())
+    return not any(0 < share < LEAST_SHARE * math.fsum(mixture.values()) for share in mixture.values())
 
 
 def _phase(phase: dict[str, float | dict[str, float]]) -> bool:
