@@ -180,6 +180,17 @@ def test_scaled_output_projections(case, streams):
     assert scaled[layer + "mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
 
 
+@torch.no_grad()
+def test_a_head_that_scales_its_logits_is_resized():
+    keys = {"logits_scaling": 3.0, "final_logit_softcapping": 0.5, "tie_word_embeddings": False}
+    model, ids = build(config_of("vanilla", **keys)).eval(), tokens(1, 5)
+    before, words = model(ids).logits, model.config.vocab_size
+    model.resize_token_embeddings(words + 7, mean_resizing=False)
+    after = model(ids).logits
+    torch.testing.assert_close(after[..., :words], before)
+    assert after.shape[-1] == words + 7 and model.lm_head.weight is not model.model.embed_tokens.weight
+
+
 def of_a_token(model):
     """The operations of one token after a prompt."""
     with torch.no_grad():

@@ -40,7 +40,7 @@ from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.capped_attention import attend_capped
 from .decoder.experts import feed_forward
-from .decoder.head import build_head
+from .decoder.head import ScaledHead, build_head
 from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weighted_lm_loss
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
@@ -681,6 +681,14 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """See transformers."""
         self.model.set_input_embeddings(value)
+
+    def _get_resized_lm_head(self, old_lm_head: nn.Linear, *args: Any, **kwargs: Any) -> nn.Linear:
+        """See transformers, which makes a plain linear layer; a head that scales or caps its logits keeps doing so."""
+        made: nn.Linear = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        if not isinstance(old_lm_head, ScaledHead):
+            return made
+        old_lm_head.weight, old_lm_head.bias, old_lm_head.out_features = made.weight, made.bias, made.out_features
+        return old_lm_head
 
     @by_any_name
     @can_return_tuple
