@@ -144,7 +144,8 @@ def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
     if name not in (None, config.host):
         raise ModelError(f"a {config.host} model cannot be exported as {name}; use `form=native` or `form=fathom`")
     stock: PreTrainedModel = AutoModelForCausalLM.from_config(model.model.native_config(), dtype=model.dtype)
-    stock.load_state_dict(model.state_dict())
+    stock.load_state_dict(model.state_dict(), assign=True)  # each tensor in its own dtype: some stay in float32
+    stock.tie_weights()
     stock.generation_config = model.generation_config
     return stock
 

@@ -182,6 +182,18 @@ def test_a_native_export_is_the_familys_own(name, tmp_path):
         export(ours_of(theirs, **LOOP), tmp_path / "loop", form="native")
 
 
+def test_a_native_export_keeps_types_and_a_resized_vocabulary(tmp_path):
+    """The biases that choose experts stay in float32 in a model in bfloat16."""
+    theirs_of("deepseek_v3", num_hidden_layers=2).save_pretrained(tmp_path / "theirs")
+    ours = FathomForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.bfloat16)
+    ours.resize_token_embeddings(120, mean_resizing=False)
+    export(ours, tmp_path / "native", form="native")
+    again, kept = AutoModelForCausalLM.from_pretrained(tmp_path / "native").state_dict(), ours.state_dict()
+    assert {tensor.dtype for tensor in kept.values()} == {torch.float32, torch.bfloat16}
+    assert again.keys() == kept.keys()
+    assert all(kept[name].dtype == one.dtype and torch.equal(kept[name], one) for name, one in again.items())
+
+
 ALONE = """
 import sys, torch
 sys.modules["fathom"] = None  # any import of it fails
