@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.models.qwen3_moe import Qwen3MoeConfig, Qwen3MoeForCausalLM, Qwen3MoeModel
 
 import fathom
-from fathom import FathomForCausalLM
+from fathom import FathomConfig, FathomForCausalLM
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES, hosted
 from fathom.checkpoints.families.layouts import HOSTS, Host
@@ -22,7 +22,7 @@ from fathom.errors import ModelError
 from fathom.models.hosts.hosted_layer import OneLayer
 from fathom.models.hosts.layout import Layout
 
-from .cases import SHAPE, SHAPES, backend_of, ours_of, stepwise, theirs_of, tokens
+from .cases import SHAPE, SHAPES, backend_of, configured, ours_of, stepwise, theirs_of, tokens
 
 KINDS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_5_text", "lfm2", "granitemoehybrid", "olmo3", "phi")
 """One of a kind: experts, sinks, latents, delta net, convolution, state space, norms after, a parallel layer."""
@@ -100,6 +100,25 @@ def test_a_key_that_the_class_does_not_know_is_refused(keys):
     hosted.require_known({**theirs, "unsloth_version": "2026.1", "use_cache": False})
     with pytest.raises(ValueError, match=next(iter(keys))):
         hosted.require_known({**theirs, **keys})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 3),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}),
+        ("attention_dropout", 0.3),
+        ("rms_norm_eps", 0.5),
+        ("hidden_act", "gelu"),
+        ("hidden_size", 64),
+    ],
+)
+def test_a_key_that_the_familys_layers_would_not_follow_is_refused(key, value):
+    theirs = configured("gpt_oss", attention_dropout=0.1).to_dict()
+    values = hosted.configuration(theirs)
+    assert values["attention_dropout"] == 0.1, "by which training knows that its loss differs from an evaluation's"
+    with torch.device("meta"), pytest.raises(ValueError, match=f"^{key}=.*gpt_oss model follow the family's own"):
+        FathomForCausalLM(FathomConfig(**{**values, key: value}))
 
 
 @pytest.mark.parametrize("name", ["vaultgemma", "gpt_oss", "afmoe"])

@@ -247,6 +247,7 @@ def configuration(theirs: Values) -> Values:
         "layer_types": list(types),
         "sliding_window": window,
         "use_sliding_window": window is not None,
+        "attention_dropout": getattr(read, "attention_dropout", None) or 0.0,
         **host.switches(read),
         **kept(theirs),
         "model_type": FathomConfig.model_type,

@@ -39,6 +39,29 @@ def native_config(config: DecoderConfig) -> PreTrainedConfig:
     return theirs
 
 
+COPIED = ("hidden_size", "num_hidden_layers", "sliding_window")
+"""Keys of Fathom's configuration that repeat the family's."""
+UNSET: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "rms_norm_eps": (1e-6,),
+    "attention_dropout": (0.0,),
+    "rope_parameters": (None, {"rope_type": "default", "rope_theta": 10000.0}),
+}
+"""Keys that a family's layers read from the family's configuration alone, and the values that say nothing in Fathom's:
+its defaults."""
+
+
+def require_own(config: DecoderConfig, theirs: PreTrainedConfig) -> None:
+    """Refuse a value that the family's layers would not follow, given by a caller or edited into an export."""
+    for key in (*COPIED, *UNSET):
+        said, own = getattr(config, key), getattr(theirs, key, None)
+        if said != own and said not in UNSET.get(key, ()):
+            raise ValueError(
+                f"{key}={said}: the layers of a {config.host} model follow the family's own config.json, which has "
+                f"{own}; change the key there (in an export, under `native`)"
+            )
+
+
 def choose_backend(config: DecoderConfig) -> None:
     """Choose the attention backend that transformers would choose for the family, if the user has set none."""
     if config._attn_implementation is None and not MODEL_MAPPING[CONFIG_MAPPING[config.host]]._supports_sdpa:
@@ -142,6 +165,7 @@ def _within(conversion: Any) -> list[Any]:
 def build(config: DecoderConfig) -> PreTrainedModel:
     """Build the family's decoder without its head, with its layers adapted to Fathom's residuals and mixers."""
     theirs = native_config(config)
+    require_own(config, theirs)
     decoder: PreTrainedModel = MODEL_MAPPING[type(theirs)](theirs)
     layouts = Layout.all_of(config)
     for name in (layouts[0].embedding, layouts[0].norm):
