@@ -126,6 +126,7 @@ def test_the_command(tmp_path: Path, capsys) -> None:
 
 def test_reading_names_the_extra_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever package transformers misses; another error keeps its own words."""
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + (3).to_bytes(4, "little") + bytes(16))  # no keys and no tensors
     needs = r"needs gguf and accelerate: pip install '\.\[gguf\]'"
     for error, says in ((ImportError("Accelerate"), needs), (OSError("damaged"), "a.gguf: damaged$")):
 

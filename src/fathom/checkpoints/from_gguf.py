@@ -1,11 +1,16 @@
 """A GGUF file opened as a Fathom model: llama.cpp's Llama, Qwen2 or Qwen3, with quantised weights unpacked.
 
+transformers reads a GGUF file open: it leaves out metadata and tensors that it does not know, scaled RoPE among them.
+`require_read` refuses such a file by the name of the key or tensor.
+
 `gguf.py` reads the tensors of a GGUF file for `fathom lineage`, and `to_gguf.py` writes one.
 """
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +18,32 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fathom.checkpoints.families import FAMILIES, to_ours
+from fathom.checkpoints.gguf import read_gguf_header
+from fathom.checkpoints.origin import LocalOrigin
+from fathom.checkpoints.to_gguf import ARCHITECTURES
 from fathom.errors import ModelError, to_install
 from fathom.models import FathomConfig, FathomForCausalLM
 
 SUFFIX = ".gguf"
+READ = (
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "rope.freq_base"),
+    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
+)
+"""The metadata of a model that transformers follows."""
+UNREAD = ("attention.layer_norm_epsilon", "pooling_type", "tensor_data_layout")
+"""Metadata that llama.cpp does not follow either in these models."""
+HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+"""The width of a head, all of which is rotated."""
+NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    **{"expert_count": (0,), "expert_used_count": (0,), "attention.causal": (True,), "attention.sliding_window": (0,)},
+    **{"rope.scale_linear": (1.0,), "rope.scaling.factor": (0.0, 1.0), "rope.scaling.type": ("none", "linear")},
+    **{"rope.scaling.attn_factor": (1.0,), "logit_scale": (0.0, 1.0), "nextn_predict_layers": (0,)},
+}
+"""Metadata that transformers leaves out, and the values that say nothing."""
+TENSORS = r"(token_embd|output|output_norm|blk\.\d+\.(attn_(q|k|v|output|norm)|ffn_(gate|up|down|norm)))\.weight"
+MORE = {"qwen2": r"blk\.\d+\.attn_[qkv]\.bias", "qwen3": r"blk\.\d+\.attn_[qk]_norm\.weight"}
+"""The names of tensors that transformers reads: of all architectures, and those of one in addition."""
+INSTEAD = "open the checkpoint that it was made from"
 
 
 def is_gguf(path: Path) -> bool:
@@ -33,9 +60,11 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         changes: Keys of the configuration, such as `mixer`.
     """
     wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
+    metadata, entries, _ = read_gguf_header(LocalOrigin(path.parent), path.name)
     try:
+        own = require_read(metadata, (name for name, *_ in entries))
         stock: Any = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=wanted, local_files_only=True, **_unpacked()
+            path.parent, gguf_file=path.name, dtype=wanted, local_files_only=True, **_unpacked(), **own
         )
         tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
     except ImportError:
@@ -53,6 +82,37 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
     model = FathomForCausalLM.from_pretrained(None, config=config, state_dict=stock.state_dict(), dtype=wanted)
     model.generation_config = stock.generation_config
     return model, tokenizer
+
+
+def require_read(metadata: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, object]:
+    """Refuse metadata and tensors that transformers would leave out; returns the keys of a configuration that it must
+    be told.
+
+    Args:
+        metadata: All of a file's.
+        tensors: The names of its tensors.
+    """
+    kind = str(metadata.get("general.architecture"))
+    if kind not in ARCHITECTURES:
+        return {}  # refused by its name once transformers has read it
+    given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
+    heads, width = given.get("attention.head_count"), given.get("embedding_length")
+    head = given.get("attention.key_length") or (width // heads if isinstance(heads, int) and heads and width else None)
+    scaled = given.get("rope.scaling.type") != "none"
+    for key, value in given.items():
+        said = f"{kind}.{key}={value!r:.40}"
+        if key in HEAD and value != head:
+            raise ValueError(f"{said}: keys, values and rotation of a head of {head} channels must be as wide")
+        known = key in (*READ, *UNREAD, *HEAD) or value in NEUTRAL.get(key, ())
+        if key == "attention.sliding_window" and value >= given.get("context_length", value + 1):
+            known = True  # no text is longer
+        if not known and (scaled or not key.startswith("rope.scaling.")):
+            raise ValueError(f"{said}: a GGUF file with this key is not read; {INSTEAD}")
+    names = re.compile("|".join(filter(None, (TENSORS, MORE.get(kind)))))
+    if strange := next((name for name in tensors if not names.fullmatch(name)), None):
+        what = "RoPE is scaled by its factors" if strange == "rope_freqs.weight" else f"not a tensor of a plain {kind}"
+        raise ValueError(f"{strange}: {what}; {INSTEAD}")
+    return {"head_dim": head} if kind == "qwen3" and head else {}
 
 
 def _unpacked() -> dict[str, object]:

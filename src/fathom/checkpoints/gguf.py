@@ -9,7 +9,7 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -84,25 +84,43 @@ class _Cursor:
         return self.scalar(_SCALARS[kind])
 
 
+Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
+"""A tensor's name, shape, number type and offset."""
+
+
+def read_gguf_header(origin: Origin, file: str) -> tuple[dict[str, Any], list[Entry], int]:
+    """The metadata of a GGUF file, the entries of its tensors, and the position after them."""
+    cursor = _Cursor(origin, file, origin.size(file))
+    if cursor.take(4) != b"GGUF" or cursor.scalar("I") not in (2, 3):
+        raise ModelError(f"{file}: not a GGUF file of version 2 or 3")
+    tensor_count, pair_count = cursor.count(), cursor.count()
+    metadata = {}
+    for _ in range(pair_count):
+        key = cursor.string()
+        metadata[key] = cursor.value(cursor.scalar("I"))
+    return metadata, [_entry(cursor) for _ in range(tensor_count)], cursor.position
+
+
+def _entry(cursor: _Cursor) -> Entry:
+    name = cursor.string()
+    rank = cursor.count("I")
+    if rank > 4:
+        raise ModelError(f"{cursor.file}: tensor {name!r:.120} has rank {rank}; at most 4 is allowed")
+    sides = tuple(cursor.scalar("Q") for _ in range(rank))
+    return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
+
+
 class GgufStore:
     """One GGUF file; `config` and `tokens` have the keys and form of Hugging Face's `config.json` and vocabulary."""
 
     def __init__(self, origin: Origin, file: str):
         self.origin, self.file = origin, file
+        metadata, entries, position = read_gguf_header(origin, file)
         size = origin.size(file)
-        cursor = _Cursor(origin, file, size)
-        if cursor.take(4) != b"GGUF" or cursor.scalar("I") not in (2, 3):
-            raise ModelError(f"{file}: not a GGUF file of version 2 or 3")
-        tensor_count, pair_count = cursor.count(), cursor.count()
-        metadata = {}
-        for _ in range(pair_count):
-            key = cursor.string()
-            metadata[key] = cursor.value(cursor.scalar("I"))
-        entries = [self._entry(cursor) for _ in range(tensor_count)]
         alignment = metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
             raise ModelError(f"{file}: alignment {alignment!r:.20}")
-        start = -(-cursor.position // alignment) * alignment
+        start = -(-position // alignment) * alignment
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in entries:
             if name in self.tensors:
@@ -112,14 +130,6 @@ class GgufStore:
         self.tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
         self.byte_level: bool = metadata.get("tokenizer.ggml.model") == "gpt2"
         self._permuted = metadata["general.architecture"] == "llama"
-
-    def _entry(self, cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-        name = cursor.string()
-        rank = cursor.count("I")
-        if rank > 4:
-            raise ModelError(f"{self.file}: tensor {name!r:.120} has rank {rank}; at most 4 is allowed")
-        sides = tuple(cursor.scalar("Q") for _ in range(rank))
-        return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
 
     def _info(self, name: str, shape: tuple[int, ...], kind: int, start: int, size: int) -> TensorInfo:
         if kind not in _TYPES:
