@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
@@ -10,7 +12,10 @@ FIXED = frozenset({"default", "linear", "llama3", "yarn", "proportional"})
 
 def rotary_kinds(model: PreTrainedModel) -> set[str]:
     """The model's types of rotary embedding, one for each type of layer; empty for learned or no positions."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
+    config: Any = model.config
+    if getattr(config, "host", ""):  # the family's own layers have the family's own angles
+        config = model.base_model.native_config()
+    rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # one entry per layer type, or one
     return {str(part["rope_type"]) for part in parts if "rope_type" in part}
 
