@@ -35,6 +35,7 @@ from fathom.checkpoints.tokenizers import identity
 from fathom.errors import ModelError
 from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token
+from fathom.models.hosts import build as hosts
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.packages import declared_as, exported, home, is_ours, needed, travelling
 from fathom.models.pretrained import FathomPreTrainedModel
@@ -143,7 +144,7 @@ def _hosted(model: FathomForCausalLM, name: str | None) -> PreTrainedModel:
     config = model.config
     if name not in (None, config.host):
         raise ModelError(f"a {config.host} model cannot be exported as {name}; use `form=native` or `form=fathom`")
-    stock: PreTrainedModel = AutoModelForCausalLM.from_config(model.model.native_config(), dtype=model.dtype)
+    stock: PreTrainedModel = AutoModelForCausalLM.from_config(hosts.native_config(config), dtype=model.dtype)
     stock.load_state_dict(model.state_dict(), assign=True)  # each tensor in its own dtype: some stay in float32
     stock.tie_weights()
     stock.generation_config = model.generation_config

@@ -498,10 +498,9 @@ class FathomModel(FathomPreTrainedModel):
         return of_padding(mask, x.shape[1], stores) if getattr(mask, "ndim", 0) == 2 else None
 
     def native_config(self) -> PreTrainedConfig:
-        """The family's own configuration, updated with the current attention backend and vocabulary size."""
+        """The family's own configuration, updated with the current attention backend."""
         assert self.host is not None
         self.host.config._attn_implementation = self.config._attn_implementation
-        self.host.config.vocab_size = self.config.vocab_size  # embeddings may have been resized
         return self.host.config
 
     def embedded(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:

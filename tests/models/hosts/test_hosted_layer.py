@@ -213,6 +213,19 @@ def test_a_native_export_keeps_types_and_a_resized_vocabulary(tmp_path):
     assert all(kept[name].dtype == one.dtype and torch.equal(kept[name], one) for name, one in again.items())
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_native_export_keeps_a_head_that_was_tied_or_untied_since(tied, tmp_path):
+    ours, ids = ours_of(theirs_of("cohere", num_hidden_layers=1, tie_word_embeddings=not tied)), tokens()
+    ours.config.tie_word_embeddings = tied
+    ours.lm_head.weight = torch.nn.Parameter(ours.lm_head.weight.detach().flip(0))
+    if tied:
+        ours.tie_weights()
+    export(ours, tmp_path / "native", form="native")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "native").eval()
+    with torch.no_grad():
+        assert torch.equal(again(ids).logits, ours(ids).logits) and again.config.tie_word_embeddings == tied
+
+
 ALONE = """
 import sys, torch
 sys.modules["fathom"] = None  # any import of it fails

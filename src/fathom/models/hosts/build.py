@@ -32,10 +32,11 @@ from .turning import let_turn
 
 
 def native_config(config: DecoderConfig) -> PreTrainedConfig:
-    """The family's own configuration, with Fathom's attention backend and vocabulary size."""
+    """The family's own configuration, with Fathom's attention backend, vocabulary size and tying of the head."""
     theirs = CONFIG_MAPPING[config.host].from_dict(dict(config.native))
     theirs._attn_implementation = config._attn_implementation
     theirs.vocab_size = config.vocab_size  # embeddings may have been resized
+    theirs.tie_word_embeddings = config.tie_word_embeddings  # or untied
     return theirs
 
 
