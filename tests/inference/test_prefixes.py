@@ -108,6 +108,22 @@ def test_a_conversation_goes_on_from_its_answer(engine, model):
     assert ask(engine, again)[0].cached == len(again)
 
 
+@pytest.mark.parametrize("model", ["vanilla"], indirect=True)
+def test_logits_behind_a_longer_prompt_belong_to_its_tokens(engine, model):
+    """A prompt that is asked again, and answered in another way, does not keep the logits of the prompt that continued
+    the first answer."""
+    prompt = tokens_of(5, 60)
+    longer = prompt + ask(engine, prompt, new=3)[1] + tokens_of(6, 4)
+    ask(engine, longer)
+    other = Collected(prompt, 20, Choice(1.0, seed=1))
+    engine.submit([other.job])
+    assert other.wait() == "length" and other.job.cached == 60
+    again = (prompt + other.tokens)[: len(longer)]
+    job, made = ask(engine, again)
+    begun, tokens = anew(model, again, [], 6)
+    assert torch.allclose(engine.first[id(job)], begun, atol=1e-4) and made == tokens
+
+
 @pytest.mark.quick("depth_attention")
 def test_other_requests_do_not_matter(engine, model):
     """In company, with jobs that score their prompts or count their iterations, which read them themselves."""

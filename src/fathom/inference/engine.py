@@ -661,7 +661,8 @@ class Engine:
         batch = lane.batch
         if not (self.prefixes.budget and batch.keeps_prefixes and (batch.keeps_steps or row is None)):
             return
-        before, scores = job.kept, dict(job.kept.scores) if job.kept is not None else {}
+        before, same = job.kept, len(job.prompt)  # an entry that was found may go on with another text
+        scores = {} if before is None else {count: one for count, one in before.scores.items() if count <= same}
         size = batch.read_already if row is None else batch.lengths[row]
         if size < SHORTEST or (before is not None and len(before) >= size):
             return
