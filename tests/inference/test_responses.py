@@ -104,6 +104,23 @@ def test_log_probabilities(served):
     assert [len(one.top_logprobs) for one in found.output[0].content[0].logprobs] == [2, 2]
 
 
+@pytest.mark.parametrize("thought", ["", "<think>Hm.</think>"])
+def test_every_token_of_the_text_has_a_log_probability(served, monkeypatch, thought):
+    """Those of a character of several tokens too, and those that may begin a stop string; none of the reasoning."""
+    monkeypatch.setattr(served.service, "thoughts", ("<think>", "</think>"))
+    asked = {"top_logprobs": 1, "extra_body": {"stop": "fell"}}
+    with scripted(served.service, f"{thought}深 fall"):
+        found = ask(served, **asked)
+    with scripted(served.service, f"{thought}深 fall"):
+        heard = events(served, **asked)
+    tokens = served.service.tokenizer.encode("深 fall", add_special_tokens=False)
+    for response in (found, heard[-1].response):
+        text = response.output[-1].content[0]
+        assert text.text == "深 fall" and len(text.logprobs) == len(tokens) + 1, "and of the end"
+    streamed = [one.logprobs for one in heard if one.type == "response.output_text.delta"]
+    assert sum(map(len, streamed)) == len(tokens)
+
+
 def test_a_tool_among_those_that_are_allowed(served):
     other = {**TOOL, "name": "other"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}

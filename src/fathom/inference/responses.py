@@ -48,6 +48,9 @@ class Response:
         self.number = 0
         """The next event's."""
         self._open: Event | None = None
+        self._scores: list[Event] = []
+        """Log-probabilities of tokens whose text has not come yet, such as the first bytes of a character."""
+        self._thinks = self._thinking
 
     async def events(self, parts: AsyncIterator[tuple[int, str]], write: Write) -> AsyncIterator[str]:
         """The stream of server-sent events; `write` writes those that repeat the whole text's log-probabilities."""
@@ -98,6 +101,10 @@ class Response:
         heard = Heard(new) if text.reader is None else text.reader.hear(new, last)
         scores, text.scores = text.scores, []
         found: Any = chat_logprobs(self.tokenizer, scores)["content"]
+        self._scores += found
+        if (self._thinks or self._thinking) and not heard.content:  # of the reasoning, up to its closing mark
+            self._scores = []
+        self._thinks = self._thinking
         thought, text.new_thought = text.new_thought, ""
         if thought:
             if self._open is None:
@@ -111,7 +118,7 @@ class Response:
                 yield from self._end()
             if self._open is None:
                 yield from self._begin(_message())
-            yield from self._say(heard.content, found)
+            yield from self._say(heard.content)
         for _, begun, more in heard.calls:
             if begun is not None:
                 yield from self._end()
@@ -121,6 +128,8 @@ class Response:
                 self._open["arguments"] += more
                 yield self._inside("response.function_call_arguments.delta", delta=more)
         if last:
+            if self._open is not None and self._open["type"] == "message":
+                self._open["content"][0]["logprobs"] += self._scores  # such as that of the end token
             yield from self._end("incomplete" if text.finish == "length" else "completed")
 
     def _begin(self, item: Event) -> Iterator[Event]:
@@ -130,8 +139,14 @@ class Response:
         if item["type"] == "message":
             yield self._inside("response.content_part.added", content_index=0, part=_part(""))
 
-    def _say(self, new: str, scores: list[Event]) -> Iterator[Event]:
+    @property
+    def _thinking(self) -> bool:
+        """Whether the reasoning has begun and not ended."""
+        return self.text.thoughts is not None and self.text.thoughts.inside
+
+    def _say(self, new: str) -> Iterator[Event]:
         assert self._open is not None
+        scores, self._scores = self._scores, []
         self._open["content"][0]["text"] += new
         self._open["content"][0]["logprobs"] += scores
         if new:
