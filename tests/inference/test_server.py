@@ -650,7 +650,8 @@ def test_tool_calls_in_a_history(served, live, monkeypatch):
 
 
 def test_ends_of_a_clients_own(served, directory):
-    """`stop_token_ids` end a text, `ignore_eos` goes on after the model's end, `min_tokens` puts either off."""
+    """`stop_token_ids` end a text and are no part of it, `ignore_eos` goes on after the model's end, `min_tokens` puts
+    either off."""
     _, tokenizer = open_checkpoint(directory, "cpu")
     ids = served.post("/tokenize", prompt="The")[1]["tokens"]
     end, token = tokenizer.eos_token_id, ids[0]
@@ -665,6 +666,11 @@ def test_ends_of_a_clients_own(served, directory):
     mine = {"logit_bias": {str(token): 100}, "stop_token_ids": [token]}
     assert made(**mine) == ("stop", 1) and made(**mine, ignore_eos=True) == ("stop", 1)
     assert made(**mine, min_tokens=3) == ("stop", 4)
+    told = served.post(prompt="The lead", temperature=0, max_tokens=6, **mine)[1]["choices"][0]["text"]
+    streamed = served.complete(
+        "The lead", logit_bias=mine["logit_bias"], extra_body={"stop_token_ids": [token]}, stream=True
+    )
+    assert told == "".join(chunk.choices[0].text for chunk in streamed) == ""
     text = tokenizer.decode([token])
     assert made(logit_bias={str(token): 100}, stop=text, min_tokens=3) == ("stop", 3)
 

@@ -349,7 +349,8 @@ class Service:
         after = () if isinstance(body, ChatBody) and not body.continue_final_message else job.prompt
         marks = None if isinstance(body, CompletionBody) or (shape is not None and shape.whole) else self.thoughts
         marked = (shape is not None and shape.special) or bool(marks and marks[0] in special_names(self.tokenizer))
-        words = AnswerWords(self.tokenizer, marked, after, mute=job.stops | self.stops if marked else ())
+        mute = job.stops | (self.stops if marked else frozenset())  # a client's may be ordinary tokens
+        words = AnswerWords(self.tokenizer, marked, after, mute)
         stops = sorted({*body.stops, *self.stop_strings})
         begun = body.messages[-1].content if isinstance(body, ChatBody) and body.continue_final_message else None
         thoughts = None if marks is None else Thoughts.after(marks, self.tokenizer, job.prompt, begun or "")
