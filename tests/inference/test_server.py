@@ -139,6 +139,14 @@ def test_streams_say_the_same(served):
     assert len(chunks) > 3, "token by token"
 
 
+def test_the_first_chunk_has_the_tokens_of_the_prompt(served):
+    """As the whole answer has; the chat page's lens reads what a text continues."""
+    asked = {"extra_body": {"return_token_ids": True}, "max_tokens": 2, "n": 2}
+    chunks = [chunk.to_dict() for chunk in served.complete("Sound the depth", stream=True, **asked)]
+    ids = served.complete("Sound the depth", **asked).to_dict()["prompt_token_ids"]
+    assert [chunk.get("prompt_token_ids") for chunk in chunks] == [ids, *[None] * (len(chunks) - 1)]
+
+
 def test_many_at_once_as_one_at_a_time(served):
     """Chat and completions, streamed and whole, mixed."""
 

@@ -135,7 +135,8 @@ class Envelope:
     def chunk(self, index: int, text: Text, new: str) -> dict[str, object] | None:
         """A streamed chunk of a choice; None if there is nothing to send yet."""
         if not self.chat:
-            return self._chunk([self._choice(index, text, {"text": new})])
+            ids, self.prompt_ids = self.prompt_ids, {}  # in the first chunk alone
+            return {**self._chunk([self._choice(index, text, {"text": new})]), **ids}
         delta = {**self._thought(text), **_delta(text, new)}
         if not (delta or text.finish or text.scores or (text.made and (self.ids or self.trips))):
             return None
