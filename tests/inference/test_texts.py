@@ -10,6 +10,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from fathom.inference.answers import chat_logprobs, completion_logprobs
 from fathom.inference.engine import Scored
 from fathom.inference.texts import BYTES, UNKNOWN, AnswerWords, Text, read_places, written_places
 from tests.tiny import in_pieces, piece_tokenizer
@@ -246,3 +247,23 @@ def test_stop_strings_with_special_tokens(stop: str, heard: str, said: str) -> N
     assert tokenizer.decode(text.words.ids) == heard
     assert text.finish == ("length" if heard.endswith(f"d{END}") else "stop")
     assert [at for _, at in text.scores] == [0, 1, 2, 2, 3, 4][: text.tokens]
+
+
+def test_tokens_are_told_with_their_blanks() -> None:
+    """Decoding drops the blank that begins a text, so a token and the one with a blank before it had one name."""
+    tokenizer = piece_tokenizer()
+    ids = tokenizer("the lead")["input_ids"]
+    blank, plain = numbers(tokenizer, "▁t", "t")
+    scores = [(Scored(token, -1.0, [(blank, -2.0), (plain, -3.0)]), 0) for token in ids]
+    told: Any = completion_logprobs(tokenizer, scores)
+    chat: Any = chat_logprobs(tokenizer, scores)["content"]
+    assert "".join(told["tokens"]) == "".join(one["token"] for one in chat) == " the lead"
+    assert bytes(byte for one in chat for byte in one["bytes"]) == b" the lead"
+    assert told["top_logprobs"][1] == {"h": -1.0, " t": -2.0, "t": -3.0}
+    assert [one["token"] for one in chat[1]["top_logprobs"]] == [" t", "t"]
+    halves = in_bytes()
+    half, end = numbers(halves, "Ã", END)
+    assert completion_logprobs(halves, [(Scored(half, 0.0), 0), (Scored(end, 0.0), 0)])["tokens"] == [
+        f"token_id:{half}",
+        END,
+    ]

@@ -86,6 +86,12 @@ def identity(tokenizer_json: str) -> str:
     return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
 
 
+def added_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    """The text that a token adds to a text; decoded alone, a token of SentencePiece loses the blank that begins it."""
+    alone, twice = str(tokenizer.decode([token])), str(tokenizer.decode([token, token]))
+    return twice[len(alone) :] if twice.startswith(alone) else alone
+
+
 def byte_letters() -> dict[str, int]:
     """The byte for each character of GPT-2's byte-level vocabularies: visible Latin-1 stands for itself, U+0100 on for
     the rest."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from fathom.checkpoints.tokenizers import added_text
 from fathom.inference.engine import Job, Scored
 from fathom.inference.texts import UNKNOWN, Text
 from fathom.inference.tools import Call
@@ -50,7 +51,7 @@ def _plainly(value: object) -> str:
 @lru_cache(1 << 17)  # of a long prompt twenty tokens for each position are named
 def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as text, or as its number if it is not a whole character."""
-    text = str(tokenizer.decode([token]))
+    text = added_text(tokenizer, token)
     return f"token_id:{token}" if UNKNOWN in text else text
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import unknown_token
-from fathom.checkpoints.tokenizers import byte_letters
+from fathom.checkpoints.tokenizers import added_text, byte_letters
 from fathom.errors import SettingsError
 from fathom.models import FathomForCausalLM
 from fathom.models.axes.numerics import widen
@@ -456,7 +456,7 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
 
 def spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
     """A token as text; shown as its bytes in hexadecimal if it is only a part of a character."""
-    spelled = tokenizer.decode([index])
+    spelled = added_text(tokenizer, index)
     if spelled and "\ufffd" not in spelled:
         return spelled
     token = tokenizer.convert_ids_to_tokens(index)
