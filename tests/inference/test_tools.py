@@ -15,14 +15,17 @@ from tests.tiny import CHATML, tiny_tokenizer
 HERMES_WRITES = Notation("arguments", "<tool_call>\n", "\n</tool_call>", "\n")
 LLAMA_WRITES = Notation("parameters")
 MARKED_WRITES = Notation("arguments", "<|call|>", "<|called|>", "\n")
+BEHIND = MARKED.replace("assistant\n{% endif %}", "assistant{% endif %}")  # the answer begins with the new line
+BEHIND_WRITES = Notation("arguments", "\n<|call|>", "<|called|>", "")
 ALL = {"hermes": (HERMES, HERMES_WRITES), "llama": (LLAMA, LLAMA_WRITES), "marked": (MARKED, MARKED_WRITES)}
+ALL |= {"behind": (BEHIND, BEHIND_WRITES)}
 NAMES = [one["function"]["name"] for one in TOOLS]
 
 
 def tokenizer_of(template):
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
-    if template == MARKED:
+    if template in (MARKED, BEHIND):
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>", "<|called|>"]})
     return tokenizer
 
@@ -147,6 +150,10 @@ def test_a_call_that_is_cut_off_is_as_far_as_it_came():
     reader = CallReader(HERMES_WRITES, NAMES)
     reader.hear(whole[: whole.index("deep") + 2], last=True)
     assert [(call.name, call.arguments) for call in reader.calls] == [("say", '{"text": "de')]
+
+
+def test_a_bare_call_behind_a_blank_is_read():
+    assert heard_in(Notation("parameters", "\n"), ["\n", '{"name": "now", "parameters": {}}']) == ("", [("now", {})])
 
 
 def test_what_looks_like_a_call_and_is_none_stays_text():

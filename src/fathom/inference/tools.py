@@ -145,6 +145,7 @@ def tool_grammar(
         content: A JSON schema for the text; None for any text.
     """
     opening, rest = how.before.rstrip(), how.before[len(how.before.rstrip()) :]
+    mark = opening.lstrip()  # behind a text, which ends in any white space
     lines = ["%llguidance {}"]
     bodies = []
     for i, tool in enumerate(tools):
@@ -168,11 +169,11 @@ def tool_grammar(
     elif not opening:  # a call is the whole answer, and a text must begin differently
         lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
         start = f"{calls} | TEXT"
-    elif pieces(opening).startswith("<"):
+    elif pieces(mark).startswith("<"):
         lines.append(r"TEXT: /(.|\n)*/")
-        start = f"TEXT {calls} | TEXT"
+        start = f"TEXT {pieces(mark)} call{again} | TEXT"
     else:
-        lines += [r"TEXT: /(.|\n)*/", f"opening[lazy]: TEXT {pieces(opening)}"]
+        lines += [r"TEXT: /(.|\n)*/", f"opening[lazy]: TEXT {pieces(mark)}"]
         start = f"opening call{again} | TEXT"
     return "\n".join([*lines, f"start: {start}", ""])
 
@@ -205,8 +206,8 @@ class CallReader:
 
     def __init__(self, how: Notation, names: Sequence[str]) -> None:
         self.how, self.calls, self.content = how, list[Call](), ""
-        self._opening = how.before.rstrip()
-        self._heads = {how.head(name).removeprefix(self._opening): name for name in names}
+        self._opening = how.before.strip()  # white space before a call is not part of the text
+        self._heads = {how.head(name).lstrip().removeprefix(self._opening): name for name in names}
         self._rest = ""
         """What is not yet known to be text or call."""
         self._depth, self._quoted, self._escaped, self._inside = 0, False, False, False
