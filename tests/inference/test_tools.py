@@ -108,6 +108,15 @@ def test_the_grammar_of_answers(name):
         assert not allows(grammars, auto, how, written_by(how, "I add.", [BAD[0]]))
 
 
+def test_a_bracket_in_a_text_is_no_call():
+    """Where calls are a bare list, as xLAM writes them: `[` would force a call upon every text with a link."""
+    pytest.importorskip("llguidance")
+    tokenizer, how = tiny_tokenizer(), Notation("arguments", "[", "]")
+    grammars = Grammars(tokenizer, len(tokenizer), frozenset({0}))
+    texts = {"See [1].": True, "[1]": False, written_by(how, "", [GOOD]): True, written_by(how, "", [BAD[0]]): False}
+    assert {text: allows(grammars, {"tools": TOOLS}, how, text) for text in texts} == texts
+
+
 def heard_in(how, pieces):
     """What a reader makes of pieces: content and calls, from what it hears and from what it keeps."""
     reader, content, calls = CallReader(how, NAMES), "", []

@@ -13,6 +13,7 @@ refuses earlier calls if the template writes none.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
@@ -166,12 +167,12 @@ def tool_grammar(
         raise SettingsError("this model writes tool calls as bare JSON: tools and response_format exclude each other")
     elif content is not None:
         start = f"{calls} | %json {json.dumps(with_options(content, WHITESPACE))}"
-    elif not opening:  # a call is the whole answer, and a text must begin differently
-        lines.append(r"TEXT: /([^{ \n](.|\n)*)?/")
-        start = f"{calls} | TEXT"
     elif pieces(mark).startswith("<"):
         lines.append(r"TEXT: /(.|\n)*/")
         start = f"TEXT {pieces(mark)} call{again} | TEXT"
+    elif not any(map(str.isalnum, mark)):  # as `[`, which texts have too: a call is the whole answer
+        lines.append(rf"TEXT: /([^{re.escape(mark[:1] or '{')} \n](.|\n)*)?/")
+        start = f"{calls} | TEXT"
     else:
         lines += [r"TEXT: /(.|\n)*/", f"opening[lazy]: TEXT {pieces(mark)}"]
         start = f"opening call{again} | TEXT"
