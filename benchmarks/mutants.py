@@ -217,7 +217,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         trees = []
         for number, tree in enumerate(options.trees):
-            ignored = shutil.ignore_patterns(".git", "__pycache__", "*.egg-info")
+            ignored = shutil.ignore_patterns(".git", ".venv*", "__pycache__", "*.egg-info")
             trees.append(Path(shutil.copytree(tree, Path(place) / str(number), ignore=ignored)))
         pools = []
         for every in (shared(trees, folder) for folder in FOLDERS):
