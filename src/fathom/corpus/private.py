@@ -43,7 +43,7 @@ AMERICAN = re.compile(
 )
 CALLED = re.compile(
     r"\b(?:tel|telephone|phone|fax|mobile|cell|tél|téléphone|telefon|móvil|电话|電話)(?:\s+(?:no|number|nr)\b)?[.:\s]{0,3}"
-    rf"(?P<number>\(?\d[\d()/]*(?:{GAP}?[\d()/]+){{2,7}})(?![\w]|[.,]\d)",
+    rf"(?P<number>\(?\d[\d()/]*(?:{GAP}[\d()/]+){{0,7}})(?![\w]|[.,]\d)",
     re.IGNORECASE,
 )
 KEY = re.compile(
