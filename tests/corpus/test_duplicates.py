@@ -229,6 +229,13 @@ def test_conversations_are_near_in_what_is_learnt_and_in_the_rest(tmp_path: Path
     assert sum(number in kept for number in (12, 13)) == 1 and len(kept) == 11
 
 
+def test_pairs_with_other_rejected_answers_stay(tmp_path: Path) -> None:
+    prose = Prose(17)
+    pair = {"prompt": prose.sentence(30), "chosen": prose.sentence(900), "rejected": prose.sentence(60)}
+    rows = [pair, {**pair, "rejected": prose.sentence(60)}, {**pair, "rejected": prose.edited(pair["rejected"], 1)}]
+    assert len(stays(tmp_path, rows, "preferences")) == 2
+
+
 def test_a_document_is_no_duplicate_of_a_conversation(tmp_path: Path) -> None:
     prose = Prose(15)
     question, answer = prose.sentence(30), prose.sentence(60)

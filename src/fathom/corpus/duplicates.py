@@ -11,8 +11,8 @@ The stages:
 
 A document's address is its file's number and its row.
 
-Two conversations are similar if both their trained messages and the remaining ones are. A document and a conversation
-are never similar. Rows of a table are duplicates only if they are equal, since its templates make similar ones on
+Two conversations are similar if both their trained messages and the remaining ones are, and pairs of answers if their
+rejected answers are, too. Documents, conversations and pairs are never similar to one another. Rows of a table are duplicates only if they are equal, since its templates make similar ones on
 purpose.
 
 `document_digest` in `clean.py` decides which conversations are equal: those with equal roles, contents and loss masks.
@@ -256,7 +256,7 @@ class Verify(_Global):
     """Computes the exact similarity of the candidate pairs, and keeps the pairs that reach the threshold."""
 
     name = "verify"
-    version = 2
+    version = 3
     uses = ("deduplicate.jaccard", "deduplicate.shingle")
 
     def tasks(self) -> list[Task]:
@@ -307,12 +307,13 @@ class _Rows:
 
 
 Sides = tuple[Numbers, ...]
-"""The word runs of a document's text, or of a conversation's trained messages and of the remaining ones."""
+"""The word runs of a document's text, or of a conversation's trained messages, of the remaining ones, and of the
+rejected answer if there is one."""
 
 
 def _alike(one: Sides, other: Sides) -> float:
-    """The similarity of two documents, or of two conversations (the lower of the similarities of their trained messages
-    and of their other messages); 0 between a document and a conversation."""
+    """The similarity of two documents, or of two conversations (the lowest of the similarities of their trained
+    messages, of their other messages and of their rejected answers); 0 between a document and a conversation."""
     return min(map(jaccard, one, other)) if len(one) == len(other) else 0.0
 
 
@@ -321,7 +322,8 @@ def _sides(document: Document, shingle: int) -> Sides:
         return (run_set(words_of([document.text]), shingle),)
     trained = contents([one for one in document.messages if is_trained(one)])
     rest = contents([one for one in document.messages if not is_trained(one)])
-    return tuple(_runs_or_text(text, shingle) for text in (trained, rest))
+    rejected = [] if document.rejected is None else [contents(document.rejected)]
+    return tuple(_runs_or_text(text, shingle) for text in (trained, rest, *rejected))
 
 
 def _runs_or_text(text: str, shingle: int) -> Numbers:
@@ -339,7 +341,7 @@ class _RunSets:
         self._held = 0
 
     def of(self, place: int) -> Sides:
-        """The sets of word runs of one document: one set for a text, two for a conversation."""
+        """The sets of word runs of one document: one set for a text, two for a conversation, three for a pair."""
         if place in self._known:
             self._known.move_to_end(place)
             return self._known[place]
