@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from fathom.corpus.conversations import pair_of
+from fathom.corpus.conversations import messages_of, pair_of
 from fathom.corpus.documents import ConversationMessage
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
@@ -227,6 +227,7 @@ def test_conversations_are_learnt_as_they_are_written(tmp_path: Path) -> None:
 QUESTION: ConversationMessage = {"role": "user", "content": "How deep?"}
 TWO: ConversationMessage = {"role": "assistant", "content": "Two fathoms."}
 SAID = {"chosen": "Two fathoms.", "rejected": "Blue."}
+BRIEF: ConversationMessage = {"role": "system", "content": "Be brief."}
 BLUE: ConversationMessage = {"role": "assistant", "content": "Blue."}
 
 
@@ -257,6 +258,27 @@ def test_pairs_of_preferences_in_every_layout(row: dict[str, Any], tmp_path: Pat
     assert (
         "not in exports/axolotl" in (out / "card.md").read_text() and (out / "conversations" / "index.json").is_file()
     )
+
+
+@pytest.mark.parametrize("first", [[BRIEF], [{**QUESTION, "content": "Hi"}, {**TWO, "content": "Yo"}]])
+def test_a_prompt_that_both_answers_repeat_further_on_is_not_asked_twice(first: list[ConversationMessage]) -> None:
+    whole = [*first, QUESTION]
+    row = {"prompt": "How deep?", "chosen": [*whole, TWO], "rejected": [*whole, BLUE]}
+    assert pair_of(row) == ([*whole, TWO], [BLUE])
+
+
+def test_nothing_of_a_row_is_left_out() -> None:
+    """A system message and earlier exchanges may stand in fields of their own; a field may be null."""
+    turns = [QUESTION, TWO]
+    asked = {"instruction": "How deep?", "output": "Two fathoms."}
+    assert messages_of({**asked, "history": [["How deep?", "Two fathoms."]]}) == turns * 2
+    row = {"messages": None, "conversations": turns}
+    assert messages_of(row) == messages_of({**row, "system": None}) == turns
+    assert messages_of({**row, "system": "Be brief."}) == [BRIEF, *turns]
+    assert messages_of({"messages": [BRIEF, *turns], "system": "Be long."}) == [BRIEF, *turns]
+    assert pair_of({"system": "Be brief.", "prompt": "How deep?", **SAID})[0] == [BRIEF, *turns]
+    with pytest.raises(DataError, match="history: expected a list of pairs"):
+        messages_of({**asked, "history": ["How deep?"]})
 
 
 @pytest.mark.parametrize(

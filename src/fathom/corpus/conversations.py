@@ -11,7 +11,7 @@ traces, `verbalizer.py` of tables, `papers.py` of papers, and `benchmarks/expert
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from fathom.corpus.documents import ConversationMessage
 from fathom.errors import DataError
@@ -28,29 +28,46 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "
 def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
     """The messages of a row.
 
-    It holds `messages` of role and content, `conversations` of from and value, or instruction, input and output. A
-    message may say `train: false`.
+    It holds `messages` of role and content, `conversations` of from and value, or instruction, input and output, which
+    a `history` of earlier questions and answers may precede. A row may have a `system` message, and a message may say
+    `train: false`.
     """
-    given = row.get("messages", row.get("conversations"))
+    given = next((row[key] for key in ("messages", "conversations") if row.get(key) is not None), None)
     if given is not None:
         if not isinstance(given, Sequence) or isinstance(given, str) or not given:
             raise DataError("messages: expected a list that is not empty")
-        return [_message(number, one) for number, one in enumerate(given)]
+        return _with_system(row, [_message(number, one) for number, one in enumerate(given)])
     if "instruction" not in row or "output" not in row:
         raise DataError("expected the field messages, or the fields instruction and output")
     question = "\n\n".join(_text(row.get(key) or "", key) for key in ("instruction", "input") if row.get(key))
-    system: list[ConversationMessage] = (
-        [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
-    )
-    answer = _text(row["output"], "output")
-    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    exchanges = [*_history(row.get("history") or ()), (question, _text(row["output"], "output"))]
+    return _with_system(row, [message for one in exchanges for message in _exchange(*one)])
+
+
+def _with_system(row: Mapping[str, object], messages: list[ConversationMessage]) -> list[ConversationMessage]:
+    """Messages after the row's system message, if it has one and they do not begin with their own."""
+    if not row.get("system") or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": _text(row["system"], "system")}, *messages]
+
+
+def _history(given: object) -> Iterator[tuple[str, str]]:
+    if not isinstance(given, Sequence) or not all(isinstance(one, list) and len(one) == 2 for one in given):
+        raise DataError("history: expected a list of pairs of a question and an answer")
+    for question, answer in given:
+        yield _text(question, "history"), _text(answer, "history")
+
+
+def _exchange(question: str, answer: str) -> list[ConversationMessage]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[ConversationMessage]]:
     """The conversation that ends with the chosen answer of a preference row, and the rejected answer to the same
     prompt.
 
-    `chosen` and `rejected` are answers to `prompt`, as text or messages, or two conversations that begin alike.
+    `chosen` and `rejected` are answers to `prompt`, as text or messages, or two conversations that begin alike, of
+    which `prompt` may be a part.
     """
     if not all(row.get(key) for key in ("chosen", "rejected")):
         raise DataError("no chosen and rejected answer")
@@ -58,7 +75,9 @@ def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[
     before = messages_of({"messages": given}) if isinstance(given, list) else []
     if isinstance(given, str) and given:
         before = _turns(given) or [{"role": "user", "content": given}]
-    chosen, rejected = (_answer(row[key], key, before) for key in ("chosen", "rejected"))
+    chosen, rejected = (_answer(row[key], before) for key in ("chosen", "rejected"))
+    if all(_holds(one, before) for one in (chosen, rejected)):
+        before = []
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -71,10 +90,15 @@ def pair_of(row: Mapping[str, object]) -> tuple[list[ConversationMessage], list[
         raise DataError("the chosen and the rejected conversation differ before the last user message")
     if answers[0] == answers[1]:
         raise DataError("the chosen and the rejected answer are equal")
-    return before + chosen, answers[1]
+    return _with_system(row, before + chosen), answers[1]
 
 
-def _answer(value: object, key: str, before: Sequence[ConversationMessage]) -> list[ConversationMessage]:
+def _holds(messages: Sequence[ConversationMessage], before: Sequence[ConversationMessage]) -> bool:
+    """Whether the prompt's messages stand among others, such as behind a system message or an earlier exchange."""
+    return any(list(messages[at : at + len(before)]) == list(before) for at in range(len(messages) - len(before)))
+
+
+def _answer(value: object, before: Sequence[ConversationMessage]) -> list[ConversationMessage]:
     """An answer as messages, without the prompt's messages if the answer repeats them."""
     if isinstance(value, str):
         messages = _turns(value) or [{"role": "assistant", "content": value}]

@@ -12,8 +12,8 @@ The stages:
 A document's address is its file's number and its row.
 
 Two conversations are similar if both their trained messages and the remaining ones are, and pairs of answers if their
-rejected answers are, too. Documents, conversations and pairs are never similar to one another. Rows of a table are duplicates only if they are equal, since its templates make similar ones on
-purpose.
+rejected answers are, too. Documents, conversations and pairs are never similar to one another. Rows of a table are
+duplicates only if they are equal, since its templates make similar ones on purpose.
 
 `document_digest` in `clean.py` decides which conversations are equal: those with equal roles, contents and loss masks.
 `minhash.py` computes the bands and the similarity.

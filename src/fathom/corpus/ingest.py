@@ -112,7 +112,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 6
+    version = 7
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""
