@@ -176,8 +176,9 @@ def test_shards_of_conversations(chat_tokenizer: Path, tmp_path: Path) -> None:
     report = build(parse_corpus_recipe(values), tmp_path / "out")
     assert report.budget is None and not (tmp_path / "out" / "shards").exists()
     counts = report.stages["converse"].counts
-    assert f"out: {counts['tokens']:,} tokens of 42 conversations; " in str(report)
-    assert ". 42 conversations remain." in str(report)
+    assert f"out: {counts['tokens']:,} tokens of 40 conversations; " in str(report)
+    assert "43 documents read: 1 duplicates, 2 rejected as conversations. 40 conversations remain." in str(report)
+    assert "rejected: too long 1, without an answer 1, refused by the template 0" in str(report)
     assert (counts["conversations"], counts["too_long"], counts["no_target"]) == (42, 1, 1)
     rejected = lines(tmp_path / "out" / "stages" / "converse" / "rejected.jsonl")
     assert {row["path"]: row["reason"] for row in rejected} == {

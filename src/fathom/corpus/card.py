@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fathom.corpus.clean import LANGUAGE, LEFT, MASKED, RULES, STOPPED
 from fathom.corpus.contamination import checks_of
-from fathom.corpus.converse import REASONS
+from fathom.corpus.counts import REASONS
 from fathom.corpus.documents import read_lines
 from fathom.corpus.extraction import FAILURES, PAIR, POSSIBLE_NOTES
 from fathom.corpus.ingest import NUMBERS

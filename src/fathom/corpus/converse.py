@@ -17,6 +17,7 @@ import numpy as np
 
 from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
+from fathom.corpus.counts import REASONS
 from fathom.corpus.documents import Document, write_lines
 from fathom.corpus.extraction import PAIR
 from fathom.corpus.kept import kept_documents, kept_parts, parts_of
@@ -32,7 +33,6 @@ from fathom.report.files import read_json, write_json
 
 OWN = "tokenizer"
 """The value of `converse.template` that means the tokenizer's own."""
-REASONS = ("too_long", "no_target", "no_template")
 
 
 def check_template(recipe: CorpusRecipe) -> None:

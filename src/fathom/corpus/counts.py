@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+REASONS = ("too_long", "no_target", "no_template")
+"""Why a conversation is rejected (`converse.py`)."""
+
+
+def conversations_left(converse: Mapping[str, int]) -> int:
+    """How many conversations the stage `converse` kept."""
+    return converse.get("conversations", 0) - sum(converse.get(reason, 0) for reason in REASONS)
+
 
 @dataclass
 class CorpusCounts:
@@ -18,6 +26,8 @@ class CorpusCounts:
     cut: int
     tokens: int
     conversations: int
+    rejected: int = 0
+    """Conversations that are too long, without anything to train on, or refused by the template."""
 
     @classmethod
     def of(cls, stages: Mapping[str, Mapping[str, int]]) -> CorpusCounts:
@@ -32,7 +42,8 @@ class CorpusCounts:
             dropped=found["contamination"].get("dropped", 0),
             cut=found["contamination"].get("cut", 0),
             tokens=found["tokenize"].get("tokens", 0),
-            conversations=stages.get("converse", {}).get("conversations", 0),
+            conversations=conversations_left(stages.get("converse", {})),
+            rejected=sum(stages.get("converse", {}).get(reason, 0) for reason in REASONS),
         )
 
     def __str__(self) -> str:
@@ -43,6 +54,7 @@ class CorpusCounts:
             "duplicates": self.duplicate,
             "dropped as contaminated": self.dropped,
             "cut for the same reason": self.cut,
+            "rejected as conversations": self.rejected,
         }
         left = [f"{count:,} {words}" for words, count in counts.items() if count]
         talk = [f"{self.conversations:,} conversations"] if self.conversations else []

@@ -24,7 +24,7 @@ from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.contamination import Benchmarks
 from fathom.corpus.converse import check_template
-from fathom.corpus.counts import CorpusCounts
+from fathom.corpus.counts import CorpusCounts, conversations_left
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files, size_of
 from fathom.corpus.publish import budget_of, publish
@@ -102,15 +102,16 @@ class Report:
         talk, text = counts["converse"], counts["tokenize"]
         made = f"{text.get('tokens', 0):,} tokens of {text.get('documents', 0):,} documents"
         if talk and not text.get("documents"):
-            made = f"{talk['tokens']:,} tokens of {talk['conversations']:,} conversations"
+            made = f"{talk['tokens']:,} tokens of {conversations_left(talk):,} conversations"
         lines = [
             f"{self.directory}: {made}; " + (f"{done} tasks in {seconds:.1f} s" if done else "nothing had changed")
         ]
         lines.append(f"  {CorpusCounts.of(counts)}")
         if talk:
             lines.append(
-                f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} trained "
-                f"tokens, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"
+                f"  {conversations_left(talk):,} conversations: {talk['targets']:,} of {talk['tokens']:,} trained "
+                f"tokens; rejected: too long {talk['too_long']:,}, without an answer {talk['no_target']:,}, "
+                f"refused by the template {talk['no_template']:,}"
             )
         if self.budget:
             epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget.epochs.items())
