@@ -42,6 +42,14 @@ def test_without_shares_or_budget() -> None:
     assert raised.value.exit_code == 2
 
 
+def test_a_small_collection_does_not_limit_a_mixture_in_proportion_to_sizes() -> None:
+    sizes = {"large": 1_000_000_000, "small": 30_000}
+    budget = plan_budget(sizes, {}, None, 4)
+    assert budget.epochs == pytest.approx(dict.fromkeys(sizes, 1.0), rel=0.05)
+    assert plan_budget(sizes, {}, 3_000_000_000, 4).tokens == 3_000_000_000
+    assert plan_budget(sizes, {"large": 0.999, "small": 0.001}, None, 4).weights == {"large": 999, "small": 1}
+
+
 @pytest.mark.parametrize("count", [256, 300])
 def test_the_order_of_rows_is_written_in_as_few_bytes_as_hold_it(count: int, tmp_path: Path) -> None:
     budget = plan_budget({f"c{number}": 100 for number in range(count)}, {}, None, 4)

@@ -6,11 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fathom.data.mixture import whole_weights
+from fathom.data.mixture import FINENESS, whole_weights
 from fathom.errors import DataError
+
+LEAST = 100
+"""The smallest weight that shares are given, so that rounding changes no share by more than half a percent ..."""
+FINEST = 1 << 19
+"""... unless their sum would exceed this: the order of so many rows takes seconds to compute."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def plan_budget(
     names = list(shares) or [name for name, count in available.items() if count]
     if not names:
         raise DataError("no tokens are left to train on in any collection")
-    weights = whole_weights([shares.get(name, available[name]) for name in names])
+    weights = _weights([shares.get(name, available[name]) for name in names])
     total = sum(weights)
     # N w / (W a) <= e, in whole numbers as far as e is one: N <= e a W / w.
     limits = {name: most_epochs * available[name] * total / weight for name, weight in zip(names, weights, strict=True)}
@@ -71,3 +77,10 @@ def plan_budget(
         largest=largest,
         limited_by=scarce,
     )
+
+
+def _weights(shares: Sequence[float]) -> list[int]:
+    """Shares as whole numbers, finer than four digits where one is small: rounded up, the smallest would run out
+    first."""
+    finer = math.ceil(LEAST * math.fsum(shares) / min(shares))
+    return whole_weights(shares, max(FINENESS, min(finer, FINEST)))

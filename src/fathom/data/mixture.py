@@ -26,10 +26,10 @@ MOST = 1 << 16
 """Collections in a mixture."""
 
 
-def whole_weights(shares: Sequence[float]) -> list[int]:
-    """Shares as the smallest integers in the same proportion, to four digits: 0.8, 0.1, 0.1 as 8, 1, 1."""
+def whole_weights(shares: Sequence[float], fineness: int = FINENESS) -> list[int]:
+    """Shares as the smallest integers in the same proportion, by default to four digits: 0.8, 0.1, 0.1 as 8, 1, 1."""
     total = math.fsum(shares)
-    weights = [max(round(FINENESS * share / total), 1) for share in shares]
+    weights = [max(round(fineness * share / total), 1) for share in shares]
     common = math.gcd(*weights)
     return [weight // common for weight in weights]
 
