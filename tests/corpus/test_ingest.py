@@ -18,6 +18,7 @@ from fathom.corpus.html import ENCODINGS, all_text, decode
 from fathom.corpus.ingest import Ingest, collection_files
 from fathom.corpus.recipe import Collection, parse_corpus_recipe
 from fathom.corpus.stage import Task, Workspace
+from fathom.data import sources
 from fathom.errors import DataError
 from fathom.report.files import digest
 from tests.corpus.files import pdf, tei, write
@@ -104,6 +105,25 @@ def test_broken_records_have_a_status(tmp_path: Path) -> None:
     assert {"in/a.jsonl:1", "in/a.jsonl:12"} <= set(rows(workspace))
     assert workspace.manifest("ingest").counts["documents"] == len(rows(workspace)) + len(found)
     assert str(tmp_path) not in json.dumps(lines(workspace.stage("ingest") / "failed.jsonl"))
+
+
+def test_a_list_of_rows_may_be_larger_than_a_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read in small pieces, which end anywhere; damage loses no row before it."""
+    monkeypatch.setattr(sources, "LIST_CHARACTERS", 7)
+    texts = [f"row {number} [1, 2], \u00e9 " + "x" * (3000 if number == 2 else 50) for number in range(40)]
+    data = b"\xef\xbb\xbf" + json.dumps([{"text": text} for text in texts], indent=1).encode()
+    write(tmp_path / "a.json.gz", gzip.compress(data))
+    write(tmp_path / "b.json", data[:-30])
+    write(tmp_path / "c.json", '[{"text": "one"}, 5, {"text": "two"}] {"text": "three"}')
+    workspace = ingested(tmp_path, [tmp_path / "*.json*"], max_document_bytes=2000)
+    whole = {f"a.json.gz:{number}": text for number, text in enumerate(texts, 1) if number != 3}
+    cut = {f"b.json:{number}": text for number, text in enumerate(texts[:-1], 1) if number != 3}
+    found = {path: row["text"] for path, row in rows(workspace).items()}
+    assert found == {**whole, **cut, "c.json:1": "one", "c.json:3": "two"}
+    assert failures(workspace) == {
+        **dict.fromkeys(("a.json.gz:3", "b.json:3"), "too_large"),
+        **dict.fromkeys(("b.json:40", "c.json:2", "c.json:4"), "parse_error"),
+    }
 
 
 def test_a_bomb_is_never_held(tmp_path: Path) -> None:

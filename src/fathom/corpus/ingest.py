@@ -44,7 +44,9 @@ from fathom.data.sources import (
     Reading,
     Source,
     find_files,
+    is_list,
     json_object,
+    list_items,
     reader_of,
     record_suffixes,
     suffix_of,
@@ -285,19 +287,15 @@ class Failed:
     detail: str
 
 
-def rows_in(data: bytes, columns: bool) -> Sequence[object] | None:
-    """The rows of a JSON file; None if it holds JSON lines.
-
-    Args:
-        data: What stands in the file.
-        columns: Whether an object may be columns of one length, or hold one list of rows.
-    """
+def rows_in(data: bytes) -> Sequence[object] | None:
+    """The rows of a JSON file that holds an object of columns of one length, or of one list of rows; None for any
+    other."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(value, Mapping) or not columns:
-        return value if isinstance(value, list) else None
+    if not isinstance(value, Mapping):
+        return None
     lists = [one for one in value.values() if isinstance(one, list)]
     if len(lists) == len(value) > 1 and len({len(one) for one in lists}) == 1:
         return [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
@@ -372,10 +370,14 @@ class _Reader:
             oversize="skip",
             max_record_bytes=self._limit,
         )
-        if path.suffix == JSON and path.stat().st_size <= self._limit:
-            rows = rows_in(path.read_bytes(), self._arguments["text_field"] == ALL_FIELDS)
-            if rows is not None:
-                return (json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows)
+        rows: Iterable[object] | None = None
+        if suffix_of(path) == JSON and is_list(path):
+            rows = list_items(path)
+        elif path.suffix == JSON and self._arguments["text_field"] == ALL_FIELDS:
+            rows = rows_in(path.read_bytes()) if path.stat().st_size <= self._limit else None
+        if rows is not None:
+            lines = (json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows)
+            return (line if len(line) <= self._limit else None for line in lines)
         gives = READERS[kind].gives if kind in READERS else "text"
         return Source(gives, str(path), "", (path,), reader=kind).records(reading)
 

@@ -72,6 +72,9 @@ MAX_TEXT_BYTES = 1 << 28
 COMPRESSED_BYTES = 1 << 12
 XZ_MEMORY = 1 << 28
 PARQUET_BYTES = 1 << 23
+LIST_CHARACTERS = 1 << 20
+BETWEEN = re.compile(r"[\s,]*")
+"""What stands between two items of a JSON list."""
 
 
 @dataclass(frozen=True)
@@ -348,11 +351,43 @@ def _refuse_prepared(folder: Path) -> None:
         )
 
 
+def is_list(file: Path) -> bool:
+    """Whether a `.json` file begins as a JSON list does."""
+    with _unpacked(file) as data:
+        return data.read(COMPRESSED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+
+
+def list_items(file: Path) -> Iterator[object]:
+    """The items of a file that is a JSON list, read one at a time."""
+    with opened(file) as data, _text_of(data) as text:
+        buffer, at, decode = text.read(LIST_CHARACTERS).lstrip().removeprefix("["), 0, json.JSONDecoder().raw_decode
+        while not buffer.startswith("]", at := _item(buffer, at)):
+            try:
+                value, end = decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                value, end, problem = None, len(buffer), first_line(error)
+            else:
+                problem = "it does not end"
+            if end == len(buffer):  # an item that may go on
+                if not (more := text.read(max(LIST_CHARACTERS, len(buffer) - at))):
+                    raise DataError(f"{file}: bad JSON list: {problem}")
+                buffer, at = buffer[at:] + more, 0
+                continue
+            yield value
+            at = end
+        if buffer[at + 1 :].strip() or text.read().strip():
+            raise DataError(f"{file}: bad JSON list: text after its end")
+
+
+def _item(buffer: str, at: int) -> int:
+    """Where the next item of a list, or its end, begins."""
+    found = BETWEEN.match(buffer, at)
+    return found.end() if found else at
+
+
 def _refuse_list(file: Path) -> None:
     """Refuse a `.json` file that is a single JSON list; Fathom reads one JSON object per line."""
-    with _unpacked(file) as data:
-        begins = data.read(COMPRESSED_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if begins == b"[":
+    if is_list(file):
         remedy = f"`jq -c '.[]' {shlex.quote(str(file))} > FILE.jsonl` writes its items as lines"
         raise DataError(f"{file} is a JSON list, not a JSON object on every line: {remedy}")
 
