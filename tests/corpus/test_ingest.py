@@ -77,6 +77,14 @@ def test_kinds(tmp_path: Path) -> None:
     assert not failures(workspace)
 
 
+def test_a_row_of_parquet_keeps_its_licence_and_id(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    given = [{"text": "one", "license": "MIT", "id": 7}, {"text": "two", "license": None, "id": 8}]
+    parquet.write_table(pyarrow.Table.from_pylist(given), tmp_path / "a.parquet")
+    found = rows(ingested(tmp_path, [tmp_path / "a.parquet"], {"license": "CC0-1.0"})).values()
+    assert [(row["license"], row["meta"]) for row in found] == [("MIT", {"id": 7}), ("CC0-1.0", {"id": 8})]
+
+
 def test_broken_records_have_a_status(tmp_path: Path) -> None:
     good = json.dumps({"text": "good"})
     bad = ["{bad", "[1]", '{"other": 1}', '{"text": 5}', '{"text": null}', '{"text": "\\ud800"}', "[" * 1900]

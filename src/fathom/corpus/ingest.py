@@ -69,8 +69,8 @@ PAGE = ".page"
 """A page of an archive while it is read."""
 NUMBERS = "numbers.jsonl"
 """What a page says, and its text, where numbers differ."""
-KEPT_FIELDS = ("id", "title", "url", "source", "date")
-"""Fields of a JSON row that its document keeps in `meta`."""
+KEPT_FIELDS, LICENSE = ("id", "title", "url", "source", "date"), "license"
+"""Fields of a row that its document keeps in `meta`, and the one that overrides the collection's licence."""
 DIGESTS = ".digests.json"
 
 
@@ -287,6 +287,13 @@ class Failed:
     detail: str
 
 
+def _facts(row: Mapping[str, object]) -> tuple[dict[str, object], str | None]:
+    """What a document keeps of its row: some fields, and the row's licence if it names one."""
+    meta: dict[str, object] = {key: row[key] for key in KEPT_FIELDS if isinstance(row.get(key), (str, int))}
+    license_ = row.get(LICENSE)
+    return meta, license_ if isinstance(license_, str) else None
+
+
 def rows_in(data: bytes) -> Sequence[object] | None:
     """The rows of a JSON file that holds an object of columns of one length, or of one list of rows; None for any
     other."""
@@ -366,6 +373,7 @@ class _Reader:
     def _records(self, kind: str, path: Path) -> Iterator[Payload]:
         reading = Reading(
             self._arguments["text_field"],
+            also=(*KEPT_FIELDS, LICENSE),
             separator=self._arguments["separator"],
             oversize="skip",
             max_record_bytes=self._limit,
@@ -390,6 +398,7 @@ class _Reader:
         try:
             if kind in READERS and READERS[kind].gives == "rows":
                 text = text_of(payload, self._arguments["text_field"])
+                meta, license_ = _facts(payload)
             elif kind == "text":
                 encoding = self._arguments["encoding"]
                 marked = next((named for mark, named in BOMS if payload.startswith(mark)), encoding)
@@ -450,8 +459,7 @@ class _Reader:
 
     def _json(self, line: bytes) -> tuple[str, dict[str, object], list[ConversationMessage] | None, str | None]:
         values = json_object(line)
-        meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
-        license_ = values.get("license") if isinstance(values.get("license"), str) else None
+        meta, license_ = _facts(values)
         if self._arguments["kind"] == "preferences":
             messages, self._rejected = pair_of(values)
             return contents([*messages, *self._rejected]), meta, messages, license_

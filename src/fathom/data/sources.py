@@ -87,6 +87,8 @@ class Reading:
     """The JSON field or Parquet column that holds the text; `*` takes all values of a record, each on a line."""
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
+    also: tuple[str, ...] = ()
+    """Further columns of a Parquet file to read, where it has them."""
     separator: str | None = None
     """A line that separates the documents of a text file; an empty one stands for a blank line, and a line break makes
     every line a document. By default a text file is one document."""
@@ -724,7 +726,7 @@ def _parquet(path: Path, reading: Reading) -> Iterator[Row | None]:
         for column in columns:
             if column not in schema.names:
                 raise DataError(f"{path}: no column {column!r}: it has {', '.join(schema.names)}")
-        columns += [CLUSTER] if CLUSTER in schema.names and CLUSTER not in columns else []
+        columns += [one for one in (CLUSTER, *reading.also) if one in schema.names and one not in columns]
         # Dictionary-encoded columns hold one copy of a value that many rows share; a list cannot be encoded so.
         flat = [column for column in columns if not schema.field(column).type.num_fields]
         file = parquet.ParquetFile(path, read_dictionary=flat, pre_buffer=False)
