@@ -14,6 +14,7 @@ import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import numpy as np
 import pytest
@@ -251,6 +252,21 @@ def test_what_a_recipe_no_longer_makes_is_removed(corpora: Path, tokenizer: str,
     made(tmp_path / "out", alone["replay"])
     left = (path for path in (tmp_path / "out" / "conversations").rglob("*") if path.is_file())
     assert {path.name for path in left} == {"notes.txt", "mine.txt"}
+
+
+def test_files_of_others_stay_among_exports(tmp_path: Path) -> None:
+    made = [write(tmp_path / f"made{number}", str(number)) for number in range(2)]
+    place = tmp_path / "exports"
+    publish._publish_files(place, {"trl/a.jsonl": made[0], "lm_eval/b.jsonl": made[0]})
+    mine = write(place / "lm_eval" / "results.json", "mine")
+    publish._publish_files(place, {"trl/a.jsonl": made[1]})
+    assert tree(place) == {"trl/a.jsonl": b"1", "lm_eval/results.json": b"mine", ".published.json": ANY}
+    assert made[0].read_text() == "0"
+    publish._publish_files(place, {})
+    assert tree(place) == {"lm_eval/results.json": b"mine"} and not (place / "trl").exists()
+    mine.unlink()
+    publish._publish_files(tmp_path / "none", {})
+    assert not (tmp_path / "none").exists()
 
 
 def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer: str, out: Path) -> None:

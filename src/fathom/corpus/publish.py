@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +43,8 @@ SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations",
 EXPORT_FOLDER = "exports"
 MIXTURE, ORDERS = "mixture.json", {1: "mixture.u8", 2: "mixture.u16"}
 """Facts, and the collection of every row, by the bytes that a row takes."""
+PUBLISHED = ".published.json"
+"""The names of the files that a run has published in a folder."""
 PARTIAL = ".index.json"
 """The index of shards that are being moved in or removed: some of its files are there."""
 
@@ -220,22 +223,41 @@ def _withdraw_mixture(directory: Path) -> None:
 
 def _publish_exports(workspace: Workspace) -> None:
     """Publish one folder for each export format."""
-    place = workspace.directory / EXPORT_FOLDER
-    shutil.rmtree(place, ignore_errors=True)
-    for task in workspace.manifest("export").tasks:
-        folder = place / task.arguments["form"]
-        folder.mkdir(parents=True)
-        for name in task.outputs:
-            _link(workspace.stage("export") / task.key / name, folder / name)
+    files = {
+        f"{task.arguments['form']}/{name}": workspace.stage("export") / task.key / name
+        for task in workspace.manifest("export").tasks
+        for name in task.outputs
+    }
+    _publish_files(workspace.directory / EXPORT_FOLDER, files)
 
 
 def _publish_flags(workspace: Workspace) -> None:
     """Publish the self-check of every benchmark, and which of its items are contaminated."""
-    place = workspace.directory / BENCHMARK_FOLDER
-    shutil.rmtree(place, ignore_errors=True)
-    for one in workspace.outputs("flags", ".jsonl"):
-        place.mkdir(exist_ok=True)
-        shutil.copyfile(workspace.path(one), place / Path(one.path).name)
-    for one in workspace.outputs("benchmarks", "check.json"):
-        check = read_json(workspace.path(one))
-        write_json(place / f"{check['benchmark']}.check.json", check)
+    flags = [workspace.path(one) for one in workspace.outputs("flags", ".jsonl")]
+    checks = [workspace.path(one) for one in workspace.outputs("benchmarks", "check.json")]
+    named = {f"{read_json(check)['benchmark']}.check.json": check for check in checks}
+    _publish_files(workspace.directory / BENCHMARK_FOLDER, {file.name: file for file in flags} | named)
+
+
+def _publish_files(place: Path, files: Mapping[str, Path]) -> None:
+    """Publish files under these names, and remove what an earlier run published under other names. Files of others,
+    such as results of a program that was run there, stay."""
+    record = place / PUBLISHED
+    before = read_json(record)["files"] if record.is_file() else []
+    if not files and not before:
+        return
+    place.mkdir(exist_ok=True)
+    write_json(record, {"files": sorted({*before, *files})})
+    for name in {*before, *files}:
+        (place / name).unlink(missing_ok=True)
+        with suppress(OSError):  # it holds other files
+            (place / name).parent.rmdir()
+    for name, file in files.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        _link(file, place / name)
+    if files:
+        write_json(record, {"files": sorted(files)})
+        return
+    record.unlink()
+    with suppress(OSError):
+        place.rmdir()
