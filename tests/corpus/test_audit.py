@@ -15,7 +15,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.corpus import executor
-from fathom.corpus.audit import audit
+from fathom.corpus.audit import _benchmark_files, audit
 from fathom.corpus.forms import DAMAGED, FORMS
 from tests.corpus.prose import Prose, write_jsonl
 
@@ -158,6 +158,14 @@ def test_benchmarks_in_the_layouts_of_chats(there: Path) -> None:
     assert [(row["benchmark"], Path(row["document"]).name) for row in found.findings] == [
         ("alpaca", "alpaca.json:1"), ("chats-test", "sharegpt.jsonl:1"), ("chats-train", "openai.jsonl:1"),
     ]  # fmt: skip
+
+
+def test_a_path_of_a_benchmark_may_hold_the_sign_of_a_name(there: Path) -> None:
+    (there / "split=test").mkdir()
+    file = there / "split=test" / "asked.jsonl"
+    file.write_bytes((there / "asked.jsonl").read_bytes())
+    for given, name in ((f"{file}", "asked"), (f"mine={file}", "mine"), (f"my own={there / 'asked.jsonl'}", "my-own")):
+        assert dict(_benchmark_files([given])).keys() == {name}
 
 
 @pytest.mark.slow

@@ -178,7 +178,9 @@ def _benchmark_files(given: Sequence[str]) -> Iterator[tuple[str, BenchmarkFile]
     """(name, file) of each benchmark; a file in a folder is named after both the folder and the file."""
     seen: set[str] = set()
     for text in given:
-        name, _, path = text.rpartition("=")
+        name, _, path = text.partition("=")
+        if not path or "/" in name or Path(text.partition("#")[0]).exists():  # a path may hold the sign, too
+            name, path = "", text
         place, _, key = path.partition("#")
         files = find_files(place, lambda file: reader_of(file) is not None, "JSON lines, JSON, CSV, Parquet")
         for file in files:
