@@ -117,3 +117,4 @@ def test_words_are_counted_as_elsewhere() -> None:
     found = dict(measures("这条河 - - # flows to sea", Filter()))
     assert found["min_words"] == 6 and found["min_word_length"] == (5 + 2 + 3) / 3
     assert "min_word_length" not in dict(measures("这条河发源于 flows", Filter()))
+    assert dict(measures("costs ฿ or ・ " * 9, Filter()))["max_word_length"] == (5 + 2) / 2

@@ -97,7 +97,10 @@ def measures(text: str, limits: Filter, language: str = ENGLISH) -> Iterator[tup
 def _lengths(text: str, words: Words) -> Iterator[tuple[str, float]]:
     """The mean length of words, unless most words are single characters: in Chinese, Japanese and Thai each character
     counts as a word."""
-    alone = 0 if text.isascii() else len(STANDING_ALONE.findall(text))
+    alone = 0
+    if not text.isascii():  # signs of these scripts, such as ฿ and ・, are no words
+        single = words.starts[words.ends - words.starts == 1].tolist()
+        alone = len(STANDING_ALONE.findall("".join(text[start] for start in single)))
     others = len(words.numbers) - alone
     if others >= alone:
         mean = (int((words.ends - words.starts).sum()) - alone) / others
