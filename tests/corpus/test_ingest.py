@@ -85,6 +85,21 @@ def test_a_row_of_parquet_keeps_its_licence_and_id(tmp_path: Path) -> None:
     assert [(row["license"], row["meta"]) for row in found] == [("MIT", {"id": 7}), ("CC0-1.0", {"id": 8})]
 
 
+def test_a_separator_that_is_not_found_makes_no_document_of_several(tmp_path: Path) -> None:
+    """By its mark or name, the encoding of these texts has other bytes for the separator."""
+    text = "one\n§\ntwo\n"
+    for number, (named, encoding) in enumerate(
+        {"utf-8": "utf-16", "utf-16-be": "utf-16-be", "latin-1": "latin-1"}.items()
+    ):
+        place = tmp_path / str(number)
+        write(place / "a.txt", text.encode(encoding))
+        (failed,) = failures(ingested(place, [place / "a.txt"], {"separator": "§", "encoding": named})).values()
+        assert failed == "parse_error"
+    write(tmp_path / "b.txt", "one\n--\nna\u00efve\n".encode("latin-1"))
+    found = rows(ingested(tmp_path, [tmp_path / "b.txt"], {"separator": "--", "encoding": "latin-1"})).values()
+    assert [row["text"].strip() for row in found] == ["one", "na\u00efve"]
+
+
 def test_broken_records_have_a_status(tmp_path: Path) -> None:
     good = json.dumps({"text": "good"})
     bad = ["{bad", "[1]", '{"other": 1}', '{"text": 5}', '{"text": null}', '{"text": "\\ud800"}', "[" * 1900]

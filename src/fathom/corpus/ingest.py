@@ -47,6 +47,7 @@ from fathom.data.sources import (
     is_list,
     json_object,
     list_items,
+    opened,
     reader_of,
     record_suffixes,
     suffix_of,
@@ -65,6 +66,7 @@ MIMES = {"html": "text/html", "pdf": "application/pdf", "tei": "application/tei+
 MIMES |= {"epub": "application/epub+zip", "jats": "application/jats+xml"}
 """What is not text/plain."""
 NEEDS = {"pdf": "pypdfium2", "html": "trafilatura", "warc": "warcio"}
+WIDE = tuple(mark for mark, named in BOMS if named != "utf-8-sig")
 PAGE = ".page"
 """A page of an archive while it is read."""
 NUMBERS = "numbers.jsonl"
@@ -379,6 +381,8 @@ class _Reader:
             max_record_bytes=self._limit,
         )
         rows: Iterable[object] | None = None
+        if kind == "text" and reading.separator is not None:
+            self._require_dividable(path, reading.separator)
         if suffix_of(path) == JSON and is_list(path):
             rows = list_items(path)
         elif path.suffix == JSON and self._arguments["text_field"] == ALL_FIELDS:
@@ -388,6 +392,14 @@ class _Reader:
             return (line if len(line) <= self._limit else None for line in lines)
         gives = READERS[kind].gives if kind in READERS else "text"
         return Source(gives, str(path), "", (path,), reader=kind).records(reading)
+
+    def _require_dividable(self, path: Path, separator: str) -> None:
+        """Refuse a text in which a separator is not found, since its bytes are not those of UTF-8."""
+        line, encoding = f"{separator}\n\n", self._arguments["encoding"]
+        with opened(path) as file:
+            wide = encoding == "utf-8" and file.read(4).startswith(WIDE)
+        if wide or not line.encode(encoding, "replace").endswith(line.encode("utf-8")):
+            raise DataError(f"{path}: the separator is only found in UTF-8 and what has its bytes: convert the file")
 
     def _row(
         self, place: str, kind: str, payload: Payload, known: Mapping[str, object] | None = None
