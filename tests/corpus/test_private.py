@@ -148,6 +148,10 @@ def test_recall_and_false_hits() -> None:
     assert masked("a@b.org", ["ip"]) == ("a@b.org", {})
 
 
+def test_an_address_in_emphasis_and_a_short_one() -> None:
+    assert masked("mail _ann@lake.org_ from 2600::1.", KINDS)[0] == "mail <EMAIL>_ from <IP>."
+
+
 @pytest.mark.slow
 def test_masks_are_counted_in_the_card(tmp_path: Path, tokenizer: str) -> None:
     """Without the option every document is what it was; conversations are masked, too."""

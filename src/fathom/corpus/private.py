@@ -20,7 +20,7 @@ PLACEHOLDERS: dict[Private, str] = {kind: f"<{kind.upper()}>" for kind in KINDS}
 
 AT, DOT = r"(?:\s*[\[({]\s*(?:at|@)\s*[\])}]\s*)", r"(?:\s*[\[({]\s*(?:dot|\.)\s*[\])}]\s*)"
 EMAIL = re.compile(
-    rf"(?<![\w.%+@\\/-])[\w%+-]+(?:\.[\w%+-]+)*(?:@|{AT})(?:[^\W_](?:[\w-]*[^\W_])?(?:\.|{DOT}))+[^\W\d_]{{2,24}}(?![\w@])"
+    rf"(?<![\w.%+@\\/-])[\w%+-]+(?:\.[\w%+-]+)*(?:@|{AT})(?:[^\W_](?:[\w-]*[^\W_])?(?:\.|{DOT}))+[^\W\d_]{{2,24}}(?![^\W_]|@)"
 )
 FILES = ("png", "jpg", "jpeg", "gif", "svg", "webp", "ico", "js", "ts", "css", "json", "html", "py", "md", "txt", "so")
 """What names of files end in; no address does."""
@@ -28,7 +28,7 @@ SHELL_USERS = ("git", "svn", "hg")
 """Who is not a person: `git@host:path` is a repository."""
 OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
 IPV4 = re.compile(rf"(?<![\w.-])(?<![A-Za-z]/)(?:{OCTET}\.){{3}}{OCTET}(?!\w|-|\.\d)")
-IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-f]{3}:[0-9a-f:]{2,34}[0-9a-f:](?![\w:])", re.IGNORECASE)
+IPV6 = re.compile(r"(?<![\w:.])[23][0-9a-f]{3}:[0-9a-f:]{1,34}[0-9a-f:](?![\w:])", re.IGNORECASE)
 NUMBERED = re.compile(
     r"(?<!\w)(?:versions?|v|ver|release|section|sec|chapter|clause|part|paragraph|figure|table|build|appendix|oid|§)[\s.:]*\Z",
     re.IGNORECASE,
