@@ -311,6 +311,12 @@ def rows_in(data: bytes) -> Sequence[object] | None:
     return lists[0] if len(lists) == 1 and all(isinstance(one, Mapping) for one in lists[0]) else None
 
 
+class _Reading(Reading):
+    """Reads what a document keeps of its row, too."""
+
+    also = (*KEPT_FIELDS, LICENSE)
+
+
 class _Reader:
     """Reads the files of one task."""
 
@@ -373,9 +379,8 @@ class _Reader:
         return self._outcome(place, one.kind, replace(extracted, meta={**one.meta, **extracted.meta}))
 
     def _records(self, kind: str, path: Path) -> Iterator[Payload]:
-        reading = Reading(
+        reading = _Reading(
             self._arguments["text_field"],
-            also=(*KEPT_FIELDS, LICENSE),
             separator=self._arguments["separator"],
             oversize="skip",
             max_record_bytes=self._limit,

@@ -83,12 +83,12 @@ class Reading:
 
     advises: ClassVar[bool] = False
     """Whether errors name the options of `fathom prepare` that let reading continue."""
+    also: ClassVar[tuple[str, ...]] = ()
+    """Further columns of a Parquet file to read, where it has them."""
     text_field: str = "text"
     """The JSON field or Parquet column that holds the text; `*` takes all values of a record, each on a line."""
     domain_field: str | None = None
     """The JSON field or Parquet column that names the domain of each document."""
-    also: tuple[str, ...] = ()
-    """Further columns of a Parquet file to read, where it has them."""
     separator: str | None = None
     """A line that separates the documents of a text file; an empty one stands for a blank line, and a line break makes
     every line a document. By default a text file is one document."""
