@@ -107,7 +107,7 @@ def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
         ("ponder:feed=pause,view=duo", True),
         ("loop:blend=0.5", False),
         ("loop:blend=1,blend_steps=9", True),
-        ("loop:growth=linear,blend=1", True),
+        ("loop:growth=linear,blend=1", False),
         ("depth_attention:blend=learned", True),
     ],
 )

@@ -102,7 +102,7 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     export(model, out, opened.tokenizer, also={**earlier, HEAL: text.encode()})  # replaces the directory
     deviation = written_deviation(opened, out)
     sizes = Sizes.of(base.config), Sizes.of(config)
-    exact = deviation == 0 or request.exact(config)  # a loop that grows starts with one iteration
+    exact = deviation == 0 or request.exact(config)
     return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept)
 
 
