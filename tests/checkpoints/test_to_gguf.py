@@ -11,19 +11,26 @@ import torch
 pytest.importorskip("gguf", reason="pip install '.[gguf]'")
 
 import gguf
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from fathom.checkpoints.export import as_unrolled, export
 from fathom.checkpoints.from_gguf import open_gguf
 from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.origin import LocalOrigin
+from fathom.checkpoints.to_gguf import write_gguf
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
 from fathom.errors import ModelError
+from tests.models.cases import SHAPE as SMALL
 from tests.models.cases import build, config_of
 from tests.tiny import CHATML, TEXT, tiny_tokenizer
 
 SHAPE = {"vocab_size": 390, "max_position_embeddings": 96, "rms_norm_eps": 3e-6}
 SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+LINEAR = {"rope_type": "linear", "rope_theta": 12345.0, "factor": 2.5}
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 1024}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 
 def value(reader, key):
@@ -92,15 +99,38 @@ def test_our_own_tokenizers_are_qwens_kind(tmp_path: Path) -> None:
     assert value(reader, "tokenizer.ggml.padding_token_id") == 1
 
 
+@pytest.mark.quick("*-rope1", "*-rope2")
+@pytest.mark.parametrize("config,rope", [(Qwen2Config, LINEAR), (Qwen3Config, YARN), (LlamaConfig, LLAMA3)])
+def test_scaled_rope_comes_back(config, rope, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {**SMALL, **SHAPE, "num_hidden_layers": 1, "max_position_embeddings": 1 << 15, "initializer_range": 0.3}
+    stock = AutoModelForCausalLM.from_config(config(**{**sizes, "rope_parameters": {**rope}}))
+    write_gguf(tmp_path / "m.gguf", stock.eval(), tiny_tokenizer(), "m")
+    if rope is YARN:
+        reader = gguf.GGUFReader(tmp_path / "m.gguf")
+        said = [value(reader, f"qwen3.rope.scaling.{key}") for key in ("type", "factor", "original_context_length")]
+        assert said == ["yarn", 4.0, 1024]
+    with pytest.warns(UserWarning, match="unpacked"):
+        model = open_gguf(tmp_path / "m.gguf")[0].eval()
+    assert model.config.rope_parameters == rope
+    ids = torch.randint(3, 390, (1, 200))
+    with torch.no_grad():
+        logits = stock(ids).logits
+        assert torch.equal(model(ids).logits, logits)
+        stock.model.rotary_emb.inv_freq.copy_(rope["rope_theta"] ** -(torch.arange(4) / 4))
+        assert not torch.allclose(stock(ids).logits, logits), "RoPE that is not scaled would be seen"
+
+
 def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     qwen2 = {"qk_norm": "none", "attention_bias": True, "output_bias": False, "head_dim": 16}  # of width 32, 4 heads
     olmo2 = {"norm": "rms_wide", "norm_placement": "after", "qk_norm": "full", "rope_float32": True}
     refused = (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows"), (qwen2, "no head_dim 16"))
-    for fields, says in (*refused, (olmo2, "not a olmo2 model")):
+    llama3 = {**SHAPE, "rope_parameters": {**LLAMA3}}
+    for fields, says in (*refused, (olmo2, "not a olmo2 model"), (llama3, "qwen3 has no rope_type llama3")):
         with pytest.raises(ModelError, match=says):
-            export(build(config_of("vanilla", **SHAPE, **fields)), tmp_path / "m.gguf", tokenizer, "gguf")
+            export(build(config_of("vanilla", **{**SHAPE, **fields})), tmp_path / "m.gguf", tokenizer, "gguf")
     model = build(config_of("vanilla", **SHAPE))
     with pytest.raises(ModelError, match="must contain a tokenizer"):
         export(model, tmp_path / "m.gguf", None, "gguf")

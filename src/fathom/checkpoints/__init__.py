@@ -7,5 +7,6 @@
 - `proof.py` is `fathom check`, on the small copy that `shrink.py` and `twin.py` make.
 - `families/` translates other families' `config.json` and tensors; `../models/loading.py` refuses misfitting tensors.
 - `export.py` writes a model, `to_gguf.py` a GGUF file; `from_gguf.py` opens one; `gguf.py` reads one for `lineage/`.
+  `gguf_rope.py` translates scaled RoPE for both directions.
 - `special_tokens.py` decides EOS, BOS and padding; `layout.py` names files, and parses `RUN@step-400`.
 """

@@ -1,7 +1,8 @@
 """A GGUF file opened as a Fathom model: llama.cpp's Llama, Qwen2 or Qwen3, with quantised weights unpacked.
 
 transformers reads a GGUF file open: it leaves out metadata and tensors that it does not know, scaled RoPE among them.
-`require_read` refuses such a file by the name of the key or tensor.
+`require_read` refuses such a file by the name of the key or tensor. `gguf_rope.py` translates scaled RoPE if
+transformers can compute the same.
 
 `gguf.py` reads the tensors of a GGUF file for `fathom lineage`, and `to_gguf.py` writes one.
 """
@@ -18,8 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from fathom.checkpoints.families import FAMILIES, to_ours
-from fathom.checkpoints.gguf import read_gguf_header
+from fathom.checkpoints.gguf import read_gguf_header, read_gguf_vector
+from fathom.checkpoints.gguf_rope import FACTORS, read_rope
 from fathom.checkpoints.origin import LocalOrigin
+from fathom.checkpoints.tensors import Array
 from fathom.checkpoints.to_gguf import ARCHITECTURES
 from fathom.errors import ModelError, to_install
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -30,19 +33,25 @@ READ = (
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
 )
 """The metadata of a model that transformers follows."""
-UNREAD = ("attention.layer_norm_epsilon", "pooling_type", "tensor_data_layout")
+ROPE = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.original_context_length")
+"""The metadata of scaled RoPE that `read_rope` follows."""
+UNREAD = ("attention.layer_norm_epsilon", "pooling_type", "tensor_data_layout", "rope.scaling.finetuned")
 """Metadata that llama.cpp does not follow either in these models."""
 HEAD = ("attention.key_length", "attention.value_length", "rope.dimension_count")
 """The width of a head, all of which is rotated."""
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{"expert_count": (0,), "expert_used_count": (0,), "attention.causal": (True,), "attention.sliding_window": (0,)},
-    **{"rope.scale_linear": (1.0,), "rope.scaling.factor": (0.0, 1.0), "rope.scaling.type": ("none", "linear")},
-    **{"rope.scaling.attn_factor": (1.0,), "logit_scale": (0.0, 1.0), "nextn_predict_layers": (0,)},
+    **{"rope.scaling.type": ("none", "linear", "yarn"), "rope.scaling.attn_factor": (1.0,)},
+    **{"rope.scaling.yarn_beta_fast": (32.0,), "rope.scaling.yarn_beta_slow": (1.0,)},
+    **{"rope.scaling.yarn_log_multiplier": (0.0,), "logit_scale": (0.0, 1.0), "nextn_predict_layers": (0,)},
 }
-"""Metadata that transformers leaves out, and the values that say nothing."""
+"""Metadata that transformers leaves out, and the values that say nothing or that `read_rope` follows."""
 TENSORS = r"(token_embd|output|output_norm|blk\.\d+\.(attn_(q|k|v|output|norm)|ffn_(gate|up|down|norm)))\.weight"
-MORE = {"qwen2": r"blk\.\d+\.attn_[qkv]\.bias", "qwen3": r"blk\.\d+\.attn_[qk]_norm\.weight"}
-"""The names of tensors that transformers reads: of all architectures, and those of one in addition."""
+MORE = {
+    **{"llama": re.escape(FACTORS), "qwen2": r"blk\.\d+\.attn_[qkv]\.bias"},
+    **{"qwen3": r"blk\.\d+\.attn_[qk]_norm\.weight"},
+}
+"""The names of tensors that are read: of all architectures, and those of one in addition."""
 INSTEAD = "open the checkpoint that it was made from"
 
 
@@ -60,9 +69,11 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         changes: Keys of the configuration, such as `mixer`.
     """
     wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    metadata, entries, _ = read_gguf_header(LocalOrigin(path.parent), path.name)
+    origin = LocalOrigin(path.parent)
+    header = read_gguf_header(origin, path.name)
+    factors = read_gguf_vector(origin, path.name, header, FACTORS)
     try:
-        own = require_read(metadata, (name for name, *_ in entries))
+        own = require_read(header[0], (name for name, *_ in header[1]), factors)
         stock: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=wanted, local_files_only=True, **_unpacked(), **own
         )
@@ -84,13 +95,16 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
     return model, tokenizer
 
 
-def require_read(metadata: Mapping[str, Any], tensors: Iterable[str]) -> dict[str, object]:
+def require_read(
+    metadata: Mapping[str, Any], tensors: Iterable[str], factors: Array | None = None
+) -> dict[str, object]:
     """Refuse metadata and tensors that transformers would leave out; returns the keys of a configuration that it must
     be told.
 
     Args:
         metadata: All of a file's.
         tensors: The names of its tensors.
+        factors: The one that scales RoPE, `rope_freqs.weight`, if there is one.
     """
     kind = str(metadata.get("general.architecture"))
     if kind not in ARCHITECTURES:
@@ -98,21 +112,24 @@ def require_read(metadata: Mapping[str, Any], tensors: Iterable[str]) -> dict[st
     given = {key.removeprefix(f"{kind}."): value for key, value in metadata.items() if key.startswith(f"{kind}.")}
     heads, width = given.get("attention.head_count"), given.get("embedding_length")
     head = given.get("attention.key_length") or (width // heads if isinstance(heads, int) and heads and width else None)
-    scaled = given.get("rope.scaling.type") != "none"
     for key, value in given.items():
         said = f"{kind}.{key}={value!r:.40}"
         if key in HEAD and value != head:
             raise ValueError(f"{said}: keys, values and rotation of a head of {head} channels must be as wide")
-        known = key in (*READ, *UNREAD, *HEAD) or value in NEUTRAL.get(key, ())
+        known = key in (*READ, *ROPE, *UNREAD, *HEAD) or value in NEUTRAL.get(key, ())
         if key == "attention.sliding_window" and value >= given.get("context_length", value + 1):
             known = True  # no text is longer
-        if not known and (scaled or not key.startswith("rope.scaling.")):
+        if not known:
             raise ValueError(f"{said}: a GGUF file with this key is not read; {INSTEAD}")
     names = re.compile("|".join(filter(None, (TENSORS, MORE.get(kind)))))
     if strange := next((name for name in tensors if not names.fullmatch(name)), None):
-        what = "RoPE is scaled by its factors" if strange == "rope_freqs.weight" else f"not a tensor of a plain {kind}"
-        raise ValueError(f"{strange}: {what}; {INSTEAD}")
-    return {"head_dim": head} if kind == "qwen3" and head else {}
+        raise ValueError(f"{strange}: not a tensor of a plain {kind}; {INSTEAD}")
+    try:
+        rope = read_rope(given, head or 0, factors)
+    except ValueError as error:
+        raise ValueError(f"{error}; {INSTEAD}") from None
+    own = {"head_dim": head} if kind == "qwen3" and head else {}
+    return {**own, "rope_parameters": rope} if rope else own
 
 
 def _unpacked() -> dict[str, object]:

@@ -88,8 +88,12 @@ Entry: TypeAlias = tuple[str, tuple[int, ...], int, int]
 """A tensor's name, shape, number type and offset."""
 
 
-def read_gguf_header(origin: Origin, file: str) -> tuple[dict[str, Any], list[Entry], int]:
-    """The metadata of a GGUF file, the entries of its tensors, and the position after them."""
+Header: TypeAlias = tuple[dict[str, Any], list[Entry], int]
+"""A file's metadata, the entries of its tensors, and the position after them."""
+
+
+def read_gguf_header(origin: Origin, file: str) -> Header:
+    """What a GGUF file says before its tensors."""
     cursor = _Cursor(origin, file, origin.size(file))
     if cursor.take(4) != b"GGUF" or cursor.scalar("I") not in (2, 3):
         raise ModelError(f"{file}: not a GGUF file of version 2 or 3")
@@ -110,17 +114,35 @@ def _entry(cursor: _Cursor) -> Entry:
     return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
 
 
+def read_gguf_vector(origin: Origin, file: str, header: Header, name: str) -> Array | None:
+    """A vector of a GGUF file, in float32; None if the file has no tensor of this name."""
+    found = next((entry for entry in header[1] if entry[0] == name), None)
+    if found is None:
+        return None
+    _, shape, kind, offset = found
+    start = _tensors_start(file, header) + offset
+    if kind != 0 or len(shape) != 1 or start + 4 * shape[0] > origin.size(file):
+        raise ModelError(f"{file}: tensor {name!r:.120} is not a vector in F32")
+    return decode(origin.read(file, start, start + 4 * shape[0]), "F32")
+
+
+def _tensors_start(file: str, header: Header) -> int:
+    metadata, _, position = header
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
+        raise ModelError(f"{file}: alignment {alignment!r:.20}")
+    return -(-position // alignment) * alignment
+
+
 class GgufStore:
     """One GGUF file; `config` and `tokens` have the keys and form of Hugging Face's `config.json` and vocabulary."""
 
     def __init__(self, origin: Origin, file: str):
         self.origin, self.file = origin, file
-        metadata, entries, position = read_gguf_header(origin, file)
+        header = read_gguf_header(origin, file)
+        metadata, entries, _ = header
         size = origin.size(file)
-        alignment = metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
-            raise ModelError(f"{file}: alignment {alignment!r:.20}")
-        start = -(-position // alignment) * alignment
+        start = _tensors_start(file, header)
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, offset in entries:
             if name in self.tensors:

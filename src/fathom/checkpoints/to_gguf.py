@@ -3,8 +3,8 @@
 For a `llama`, llama.cpp rotates pairs of neighbouring channels, not the two halves of a head: the rows of queries and
 keys are reordered accordingly.
 
-`_check` refuses other families, scaled RoPE, sliding windows and other switches that llama.cpp lacks; `_splitting`
-refuses tokenizers other than a byte-level BPE that splits words as in GPT-2, SmolLM, Llama 3 or Qwen.
+`_check` refuses other families, sliding windows and other switches that llama.cpp lacks, `gguf_rope.py` other RoPE;
+`_splitting` refuses tokenizers other than a byte-level BPE that splits words as in GPT-2, SmolLM, Llama 3 or Qwen.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from fathom.checkpoints.gguf_rope import FACTORS, write_rope
 from fathom.checkpoints.special_tokens import known, stop_tokens
 from fathom.errors import ModelError, to_install
 
@@ -50,14 +51,20 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     if tokenizer is None:
         raise ModelError("a GGUF file must contain a tokenizer, and this model has none")
     _check(model.config)
+    rope, factors = write_rope(model.config.rope_parameters, _head_dim(model.config))
     writer = GGUFWriter(path, model.config.model_type)
     _add_shape(writer, model.config, name)
+    for part, value in rope.items():
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
+        add(f"{model.config.model_type}.{part}", value)
     _add_tokenizer(writer, tokenizer, model)
     names = get_tensor_name_map(MODEL_ARCH[model.config.model_type.upper()], model.config.num_hidden_layers)
     tied = model.config.tie_word_embeddings
     for key, tensor in model.state_dict().items():
         if not (tied and key == "lm_head.weight"):  # llama.cpp then uses the embedding
             _add_tensor(writer, names.get_name(key, (".weight", ".bias")), in_pairs(key, tensor, model.config))
+    if factors is not None:
+        writer.add_tensor(FACTORS, factors)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -81,7 +88,7 @@ def _check(config: PretrainedConfig) -> None:
         "attention_bias": config.model_type == "qwen3" and config.attention_bias,
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act != "silu" and config.hidden_act,
-        "rope_type": config.rope_parameters["rope_type"] != "default" and config.rope_parameters["rope_type"],
+        "rope_type llama3": config.model_type != "llama" and config.rope_parameters["rope_type"] == "llama3",
         "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
     }
     for what, found in wrong.items():
@@ -110,7 +117,6 @@ def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_value_length(head)
     if config.model_type == "llama":
         writer.add_rope_dimension_count(head)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
 
