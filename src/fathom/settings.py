@@ -364,6 +364,16 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
     return values
 
 
+def assignment(key: str, text: str | Path) -> str:
+    """The override `key=text`, in quotes if YAML would read the text as something else: a number, a list, a comment."""
+    try:
+        plain_text = _yaml(str(text), key) == str(text)
+    except SettingsError:
+        plain_text = False
+    quoted = yaml.safe_dump(str(text), default_style='"', width=sys.maxsize, allow_unicode=True).rstrip("\n")
+    return f"{key}={text if plain_text else quoted}"
+
+
 def show(value: object) -> str:
     """A value as YAML writes it."""
     if isinstance(value, list):

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fathom.cli.following import after_prepare
 from fathom.cli.main import main
+from fathom.corpus.prepare import Summary
+from fathom.deepen.heal import Road
+from fathom.settings import overridden
 
 MISTAKES = [
     (
@@ -66,3 +70,18 @@ def test_a_trained_tokenizer_of_another_size(here: Path, capsys: pytest.CaptureF
     assert main([*words, "301"]) == 2
     assert "was prepared with --train-tokenizer 300, not --train-tokenizer 301: choose" in capsys.readouterr().err
     assert main([*words, "300"]) == 0
+
+
+@pytest.mark.parametrize("name", ["2024", "null", "~", "[a]", "a: b", "runs #2", "@a", "'a'", "été ☕", "data/tiny"])
+def test_printed_overrides_mean_the_same_path(name: str) -> None:
+    """YAML reads some names as a number, a list, or as the text before a comment."""
+    trained = shlex.split(after_prepare(Summary(Path(name), 300, {}, 0, 1.0), None)[0])
+    assert overridden({}, trained[3:4])["data"] == {"directory": name}
+    control = overridden({}, shlex.split(Road(Path(name), name).control)[3:6])
+    assert control == {"data": {"directory": f"{name}-data"}, "model": {"from_pretrained": name}}
+
+
+def test_a_run_is_named_after_the_model_without_a_slash(here: Path) -> None:
+    (here / "nameless" / "heal.yaml").touch()
+    (line,) = after_prepare(Summary(Path("data"), 300, {}, 0, 1.0), "nameless/")
+    assert line.endswith("--run nameless-healed")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import CHAT_TEMPLATE, HEAL, PUZZLE, TOKENIZER_CONFIG
+from fathom.settings import assignment
 
 if TYPE_CHECKING:
     from fathom.corpus.prepare import Summary
@@ -28,11 +29,12 @@ def following(*commands: str) -> str:
 def after_prepare(made: Summary, tokenizer: str | None) -> list[str]:
     """The command that trains on a prepared corpus: the deepened model whose tokenizer made the corpus, else a small
     model from scratch."""
-    data = [f"data.directory={made.directory}"]
+    data = [assignment("data.directory", made.directory)]
     if "val" not in made.splits:
         data.append("evaluate.every=0")
     if tokenizer is not None and (Path(tokenizer) / HEAL).is_file():
-        return [shlex.join(["fathom", "train", str(Path(tokenizer) / HEAL), *data, "--run", f"{tokenizer}-healed"])]
+        recipe, run = Path(tokenizer) / HEAL, f"{Path(tokenizer)}-healed"
+        return [shlex.join(["fathom", "train", str(recipe), *data, "--run", run])]
     size = f"model.vocab_size={made.vocab_size}"
     return [shlex.join(["fathom", "train", "tiny", *data, size, "--run", f"runs/{made.directory.resolve().name}"])]
 

@@ -87,7 +87,7 @@ def _compare(trial: Trial, out: Path) -> str:
     from scratch on the trial's text. Layers are numbers of the tried model, so all are looped."""
     from fathom.data.shards import read_index
     from fathom.deepen.request import parse_request
-    from fathom.settings import show
+    from fathom.settings import assignment, show
 
     asked = parse_request(trial.mechanism)
     chosen = [
@@ -97,5 +97,5 @@ def _compare(trial: Trial, out: Path) -> str:
         if key not in ("prelude", "coda")
     ]
     arm = ";".join([f"{asked.name}={asked.name}", *chosen]) if chosen else asked.name
-    data = [f"data.directory={out / 'data'}", f"model.vocab_size={read_index(out / 'data').vocab_size}"]
+    data = [assignment("data.directory", out / "data"), f"model.vocab_size={read_index(out / 'data').vocab_size}"]
     return shlex.join(["fathom", "compare", "tiny", *data, "--arms", f"vanilla,{arm}", "--seeds", "5"])

@@ -23,7 +23,7 @@ from fathom.models.axes.gates import LEARNED
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import mechanism_cost
 from fathom.recipe import parse_recipe
-from fathom.settings import dump
+from fathom.settings import assignment, dump
 
 STEPS = 600
 """Default optimizer steps. A step has up to 8,192 tokens, so about 5 million tokens in all."""
@@ -91,7 +91,7 @@ class Road:
     @property
     def control(self) -> str:
         """The command that trains the control, i.e. the base model, in the same way as the deepened model."""
-        return self._training("control", "model=null", f"model.from_pretrained={self.base}", *self.gains)
+        return self._training("control", "model=null", assignment("model.from_pretrained", self.base), *self.gains)
 
     @property
     def report(self) -> str:
@@ -101,7 +101,7 @@ class Road:
         return shlex.join(["fathom", "evaluate", "deepened", self.base, *runs, *texts])
 
     def _training(self, name: str, *overrides: str) -> str:
-        words = [str(self.directory / HEAL), f"data.directory={self._beside('data')}", *overrides]
+        words = [str(self.directory / HEAL), assignment("data.directory", self._beside("data")), *overrides]
         return shlex.join(["fathom", "train", *words, "--run", self._beside(name)])
 
     def _beside(self, name: str) -> str:

@@ -32,6 +32,7 @@ from fathom.evaluation.scoring import run as score
 from fathom.recipe import load_recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.results import restored
+from fathom.settings import assignment
 from fathom.training import train
 
 NOTES = "try.json"
@@ -188,7 +189,7 @@ def _steps(trial: Trial, out: Path) -> Iterator[tuple[str, str, Callable[[], obj
     """The steps of a trial: the name of each step, a description, and the function that runs it."""
     base = anywhere(trial.model)
     gains = gains_of(parse_request(trial.mechanism, trial.layers))
-    unlike = ["model=null", f"model.from_pretrained={base}", *gains]
+    unlike = ["model=null", assignment("model.from_pretrained", base), *gains]
     yield "deeper", f"Adding {trial.mechanism} to {trial.model}", lambda: _deepen(trial, out)
     yield "data", "Turning text into tokens", lambda: _prepare(trial, out)
     yield "healed", f"Training the deepened model, {trial.steps} steps", lambda: _train(trial, out, "healed", [])
@@ -213,7 +214,7 @@ def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
     """Train the deepened model or its control with the same recipe, without a teacher, since a trial has only
     minutes."""
     small = [
-        f"data.directory={out / 'data'}",
+        assignment("data.directory", out / "data"),
         f"data.sequence_length={trial.tokens}",
         f"train.tokens_per_step={trial.tokens}",
         "distill.teacher=null",
