@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fathom.cli import lineage as commands
+from fathom.errors import ModelError
 from fathom.lineage.ancestry import sources
 from fathom.lineage.attacks import attack
 from fathom.lineage.weights import open_weights
@@ -45,6 +46,11 @@ def test_every_layer_is_traced_and_the_new_one_is_not(family, name):
 def test_a_stranger_has_no_sources(family):
     found = sources(open_weights(family / "base"), open_weights(family / "stranger"))
     assert [one.source for one in found] == [None] * 5 and min(one.p for one in found) > 0.01
+
+
+def test_a_negative_seed_is_refused(family):
+    with pytest.raises(ModelError, match=r"^seed=-1: wanted 0 or more$"):
+        sources(open_weights(family / "base"), open_weights(family / "child"), -1)
 
 
 def test_the_command_says_it_in_lines(family):

@@ -40,6 +40,8 @@ def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: No
         seed: Seed of every sample.
         progress: Called before each layer.
     """
+    if seed < 0:
+        raise ModelError(f"seed={seed}: wanted 0 or more")
     rows_a, rows_b, _ = aligning.paired_rows(a, b)
     frames = neurons.frames(a, b, (rows_a, rows_b), seed)
     layers = [[i for i in range(w.geometry.layers) if w.has("down", i)] for w in (a, b)]
