@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import math
 import os
 import random
 import re
@@ -1096,6 +1097,12 @@ def test_a_file_of_keys_that_is_wrong(text, tmp_path):
         gate.read_keys(tmp_path / "keys")
     (tmp_path / "keys").write_text("# staff\nann k1\nbob  k2\n")
     assert gate.read_keys(tmp_path / "keys") == {"k1": "ann", "k2": "bob"}
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.nan])
+def test_a_deadline_is_a_number_above_0(seconds):
+    with pytest.raises(SettingsError, match=r"^deadline="):
+        launch._keys(launch.ServeOptions(deadline=seconds))
 
 
 def test_an_answer_has_a_deadline(served, directory):

@@ -178,7 +178,7 @@ def serve(
 def _keys(options: ServeOptions) -> Keys | None:
     """The API keys that clients may send; None if clients need no key."""
     for name, value in (("requests_per_key", options.requests_per_key), ("deadline", options.deadline)):
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:  # nor NaN
             raise SettingsError(f"{name}={value}: expected a number above 0")
     names = {} if options.api_key is None else {options.api_key: "key"}
     names |= {} if options.api_keys is None else read_keys(options.api_keys)
