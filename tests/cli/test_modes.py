@@ -98,6 +98,17 @@ def test_a_meaningless_option_is_one_line(
     assert "needs" in said if flag is None else "no meaning" in said
 
 
+def test_options_of_tasks_and_of_texts_need_them() -> None:
+    """`evaluate tuned` has questions and a text of its own."""
+    needed = PARSERS["evaluate"].needed
+    assert {other for other, flags in needed.items() if "--tasks" in flags} >= {
+        "--num-fewshot",
+        "--apply-chat-template",
+    }
+    assert {other for other, flags in needed.items() if "--perplexity" in flags} >= {"--split", "--stride"}
+    assert not {"--num-fewshot", "--split", "--stride"} & PARSERS["evaluate tuned"].needed.keys()
+
+
 @pytest.mark.parametrize(("command", "flag"), MEANT)
 def test_every_option_is_meant_or_refused_in_a_mode(command: str, flag: str) -> None:
     parser = PARSERS[command]

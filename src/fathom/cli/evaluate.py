@@ -59,6 +59,7 @@ def add_tasks(parser: Parser) -> None:
         "--task-data", type=Path, metavar="DIR", help="a folder with the tasks' documents, for use without a network"
     )
     add_asking(tasks)
+    parser.needs("--tasks", "--include", "--task-data", "--num-fewshot", "--apply-chat-template")
 
 
 def add_asking(parser: Group) -> None:
@@ -69,8 +70,9 @@ def add_asking(parser: Group) -> None:
     )
 
 
-def add_texts(parser: Parser, windows: bool = True) -> None:
-    """Add the options for held-out text; if `windows` is set, also those that cut a long text into windows."""
+def add_texts(parser: Parser, windows: bool = True, own: bool = False) -> None:
+    """Add the options for held-out text; if `windows` is set, also those that cut a long text into windows. If `own` is
+    set, the command also has a text of its own, so these options need no `--perplexity`."""
     text = parser.add_argument_group("held-out text")
     text.add_argument(
         "--perplexity",
@@ -93,6 +95,8 @@ def add_texts(parser: Parser, windows: bool = True) -> None:
             type=int,
             help="tokens from the start of one window of text to the start of the next (default: the context)",
         )
+    if not own:
+        parser.needs("--perplexity", "--split", "--text-field", "--domain-field", *(["--stride"] if windows else []))
 
 
 def add_limit(parser: Parser) -> None:

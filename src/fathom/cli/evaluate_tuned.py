@@ -32,7 +32,7 @@ def add(parser: Parser) -> None:
     )
     add_asking(questions)
     questions.add_argument("--limit", type=int, help="for a trial run: ask only this many questions, drawn at random")
-    add_texts(parser)
+    add_texts(parser, own=True)
     add_running(parser)
 
 
