@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import signal
@@ -33,6 +34,20 @@ def test_help_is_fast_because_it_loads_no_torch() -> None:
     assert "fathom.recipe" in imported
     assert not imported & {"torch", "transformers", "numpy"}
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+def test_characters_that_the_output_s_encoding_lacks_are_escaped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A pipe on Windows has no arrow, and UTF-8 no name that is not UTF-8: both ended in a traceback."""
+    for encoding, name, shown in (("cp1252", "\u2192", "\\u2192"), ("utf-8", "n\udcff", "n\\udcff")):
+        output = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "stdout", output)
+            patched.chdir(tmp_path)
+            assert main(["recipes", "copy", "tiny", "--to", name]) == 0
+        output.flush()
+        assert output.buffer.getvalue().decode(encoding).strip() == shown  # type: ignore[attr-defined]
 
 
 def test_no_command_s_help_loads_what_computes() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,7 @@ PLACES = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0 if all went well, 1 if it failed, 2 if the request was wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    _print_anything()
     try:
         return _dispatch(words)
     except FathomError as error:
@@ -85,6 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
             raise
         return _complain(error, 1)  # a full disk; safetensors is not imported here, to keep --help fast
+
+
+def _print_anything() -> None:
+    """Print characters that the output's encoding lacks, as in a pipe on Windows, as escapes, instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 @contextmanager
