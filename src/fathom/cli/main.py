@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import errno
 import io
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -56,6 +57,8 @@ PLACES = {
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
 """System errors about an unusable path: exit code 2. All others, such as a full disk, give 1."""
+SYSTEM = re.compile(r"I/O error|\(os error \d+\)$")
+"""The end of a system error of safetensors or of tokenizers, which raises a bare `Exception`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,7 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         return _complain(Exception("not enough memory"), 1)
     except Exception as error:
-        if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
+        if not SYSTEM.search(str(error)) or type(error).__name__ not in ("SafetensorError", "Exception"):
             raise
         return _complain(error, 1)  # a full disk; safetensors is not imported here, to keep --help fast
 
