@@ -412,6 +412,13 @@ def test_a_directory_is_its_known_files_in_order(tmp_path: Path, tokenizer: str)
     assert list(documents(tmp_path / "forced", "train")) == ["c.bin"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have only names in Unicode")
+def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path, tokenizer: str) -> None:
+    write(tmp_path / "in" / "caf\udce9.txt", "café")
+    prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
+    assert list(documents(tmp_path / "out", "train")) == ["café"]
+
+
 def test_files_of_a_downloaded_data_set_are_counted_and_named(
     tmp_path: Path, tokenizer: str, recwarn: pytest.WarningsRecorder
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,8 @@ OPTIONAL = ("messages", "rejected")
 """Fields that a line lacks if they are None."""
 PART_BYTES = 1 << 26
 """Approximate bytes of text in one file of documents, which is what a task of a later stage reads."""
+LONE = re.compile("[\ud800-\udfff]")
+"""Half a character, as of a file whose name is not UTF-8; a line has it as an escape."""
 
 
 class ConversationMessage(TypedDict, total=False):
@@ -46,7 +49,8 @@ class Document:
     def to_json(self) -> str:
         """One line."""
         values = {key: value for key, value in vars(self).items() if key not in OPTIONAL or value is not None}
-        return json.dumps(values, ensure_ascii=False)
+        line = json.dumps(values, ensure_ascii=False)
+        return json.dumps(values) if LONE.search(line) else line
 
     @classmethod
     def from_json(cls, line: str | bytes) -> Document:
