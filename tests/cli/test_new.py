@@ -34,4 +34,5 @@ def test_wrong_names_and_places(
         assert main(["new", *words]) == 2 and said in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mixer", "pair"]) == 2 and "run this in a checkout" in capsys.readouterr().err
+    assert main(["new", "mixer", "class"]) == 2 and "class is a keyword of Python" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -8,6 +8,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 
 from fathom.cli.following import following
@@ -93,6 +94,8 @@ def run(options: Namespace) -> int:
     """Write the files and lines of the addition, and print the commands to run next."""
     if not NAME.fullmatch(options.name):
         raise SettingsError(f"{options.name}: a name has lower-case words joined by underscores")
+    if iskeyword(options.name):
+        raise SettingsError(f"{options.name} is a keyword of Python; choose another name")
     root = checkout(Path.cwd())
     scaffold, forms = SCAFFOLDS[options.kind], forms_of(options.name)
     texts = dict(_texts(root, scaffold, forms))
