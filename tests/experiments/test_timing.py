@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
 
 from fathom.evaluation.clock import Clock
 from fathom.experiments.arms import Arm
-from fathom.experiments.timing import cache_growth, interleaved, measure, saved_bytes
+from fathom.experiments.budget import _step_seconds
+from fathom.experiments.timing import cache_growth, interleaved, measure, saved_bytes, step_memory
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe
 from fathom.training import Training, build_training
@@ -102,3 +104,41 @@ def test_each_step_computes_by_its_own_kernels(small: Recipe, monkeypatch: pytes
     monkeypatch.setattr(Training, "step", step)
     measure(small.override("train.kernels=[rms_norm]"), small, 2)
     assert len(seen) == 12 and all(own == used for own, used in seen) and len(set(seen)) == 2
+
+
+def test_a_loop_that_grows_is_measured_over_its_whole_run(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first steps make one iteration, as the control does."""
+    loop = "model.recurrence=loop", "model.recurrence_options.trips=3"
+    few = small.override("train.tokens_per_step=64", "train.micro_batch=1", "model.num_hidden_layers=1")
+    growing = few.override(*loop, "model.recurrence_options.growth=linear")
+    trips = []
+    plain = Training.step
+
+    def step(self: Training, number: int, batches: object = None) -> object:
+        made = plain(self, number, batches)
+        if batches is not None and self.recipe is growing:  # a timed one
+            trips.append(self.model.model.recurrence.drawn_trips)
+        return made
+
+    monkeypatch.setattr(Training, "step", step)
+    found = measure(growing, few, 3)
+    assert trips[2:] == [2, 2, 3, 3, 3, 3], "after two that warm up, each step is timed twice"
+    fixed = build_training(few.override(*loop))
+    assert found.memory_bytes[0] == pytest.approx(step_memory(fixed), rel=0.01)
+    assert found.cache_bytes_per_token[0] == cache_growth(fixed.model) == 3 * found.cache_bytes_per_token[1]
+
+
+def test_a_dry_run_times_steps_of_the_whole_run(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hours are those of the mean step where iterations differ, else of the median step."""
+    growing = small.override("model.recurrence=loop", "model.recurrence_options={trips: 5, growth: linear}")
+    timed: list[int] = []
+
+    def seconds(self: Clock, work: partial[object]) -> float:
+        timed.append(work.args[0])
+        return [9.0, 2.0, 5.0, 5.0, 5.0, 2.0][len(timed) - 1]
+
+    monkeypatch.setattr(Clock, "seconds", seconds)
+    assert _step_seconds(growing) == pytest.approx(3.8)
+    assert timed == [10, 1, 3, 6, 8, 10], "of twelve"
+    timed.clear()
+    assert _step_seconds(small) == 5.0

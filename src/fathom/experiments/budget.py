@@ -20,13 +20,15 @@ from fathom.experiments.ladder_results import BudgetRow, LadderBudget, Resolutio
 from fathom.experiments.plan import Plan
 from fathom.experiments.rungs import Ladder, Size
 from fathom.experiments.simulation import Truth, resolution
+from fathom.experiments.timing import spread_steps
 from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe
 from fathom.report.tables import PlainTable
 from fathom.training import build_training
+from fathom.training.trained_flops import step_flops_range
 
 TIMED = 5
-"""Timed steps of the control at each rung, after a step that warms up."""
+"""Timed steps of the control at each rung, spread over the run, after a step that warms up."""
 TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
 """Noise of small runs on few tokens; `Truth()` has the noise of longer ones."""
 
@@ -103,11 +105,13 @@ def _device() -> str:
 
 
 def _step_seconds(recipe: Recipe) -> float:
-    """Seconds per step: the median of a few steps."""
+    """Seconds per step: the median of a few steps, or their mean if steps differ in their iterations."""
     training = build_training(recipe)
     clock = Clock(training.ranks.device)
-    times = [clock.seconds(partial(training.step, step)) for step in range(TIMED + 1)]
-    return statistics.median(times[1:])
+    timed = spread_steps(recipe.train.steps, TIMED)
+    _, *times = [clock.seconds(partial(training.step, step)) for step in (timed[-1], *timed)]
+    least, _, most = step_flops_range(recipe)
+    return statistics.median(times) if least == most else statistics.fmean(times)
 
 
 def _resolution(ladder: Ladder) -> Resolution | None:

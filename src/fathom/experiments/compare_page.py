@@ -306,8 +306,8 @@ def _cost_notes(report: ComparisonReport) -> list[Markup]:
     time = found[0].time
     times = "1 time" if time.pairs == 1 else f"{time.pairs} times"
     text = (
-        f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{times}, by {time.clock}; median of the ratios with quartiles. "
+        f"Step time: the arm and the control take turns A B B A in one process on the same batches, at steps that are "
+        f"spread over the run, {times}, by {time.clock}; median of the ratios with quartiles. "
         f"The control's step took {time.seconds[1]:.3f} s. "
         f"Memory: {found[0].memory}. Cache: measured growth in bytes per decoded token."
     )

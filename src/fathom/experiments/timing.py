@@ -2,6 +2,9 @@
 A B B A in one process on the same batches, and each A B B A gives one ratio, so that other load slows both. On a CPU
 with one thread the clock is that thread's CPU time.
 
+The iterations of a loop may change from step to step, so the timed steps are spread over each recipe's run, and memory
+is that of the step with the most iterations.
+
 `plan.py` decides whether a measurement is made again (`read_measured`): if more rounds are planned, or if a recipe
 differs in more than the choice of data, tracking, checkpoints, export and logging. `evaluation/clock.py` decides
 between CPU time and wall time.
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PREFILL, DECODED = 8, 16
+MOST_STEPS = 100
+"""Steps among which the one with the most iterations is looked for."""
 
 
 def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
@@ -47,10 +52,13 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
     shared = _shared(start_a, b.weights())
     del start_a
     memory_b = step_memory(b) - base
-    one, other = _stepper(a), _stepper(b)
+    one, other = _stepper(a, pairs), _stepper(b, pairs)
     if arm.train.kernels != control.train.kernels:  # the table of kernels is shared by the process
         one, other = _with_kernels(one, arm, ranks.device), _with_kernels(other, control, ranks.device)
     ratio = interleaved(one, other, pairs, Clock(ranks.device))
+    for training in (a, b):
+        steps = training.recipe.train.steps
+        training.model.set_step(steps, steps)  # the cache is that of the trained model
     cuda = ranks.device.type == "cuda"
     return Measured(
         time=ratio,
@@ -101,12 +109,13 @@ def interleaved(a: Callable[[], object], b: Callable[[], object], pairs: int, cl
 
 
 def step_memory(training: Training) -> int:
-    """Peak memory in bytes of a training step, after a first step that is not counted."""
-    training.step(0)
+    """Peak memory in bytes of the training step with the most iterations, after a first step that is not counted."""
+    step = _fullest_step(training)
+    training.step(step)
     device = training.ranks.device
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-        training.step(1)
+        training.step(step)
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     state = training.optimizer.state().values()
@@ -151,10 +160,29 @@ def cache_growth(model: PreTrainedModel) -> float:
     return (sizes[-1] - sizes[0]) / DECODED
 
 
-def _stepper(training: Training) -> Callable[[], object]:
-    """A function that makes one training step on preloaded, repeated batches."""
+def _stepper(training: Training, pairs: int) -> Callable[[], object]:
+    """A function that makes one training step on preloaded, repeated batches: first twice the last step of the run, to
+    warm up, then each of `pairs` steps twice, spread over the run."""
     batches = list(training.plan.batch(2, micro_batch=training.micro_batch))
-    return lambda: training.step(2, batches)
+    steps = training.recipe.train.steps
+    upcoming = iter([steps - 1] * 2 + [step for step in spread_steps(steps, pairs) for _ in range(2)])
+    return lambda: training.step(next(upcoming), batches)
+
+
+def spread_steps(steps: int, count: int) -> list[int]:
+    """The middle step of each of `count` equal parts of a run of `steps` steps."""
+    return [steps * (2 * part + 1) // (2 * count) for part in range(count)]
+
+
+def _fullest_step(training: Training) -> int:
+    """The step with the most iterations and Jacobi rounds, of the last step and others that are spread over the run."""
+    steps, recurrence = training.recipe.train.steps, training.model.model.recurrence
+
+    def held(step: int) -> tuple[int, int]:
+        training.model.set_step(step, steps)
+        return recurrence.drawn_trips, getattr(recurrence, "drawn_rounds", 0)
+
+    return max([steps - 1, *spread_steps(steps, MOST_STEPS)], key=held)
 
 
 def _shared(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[int, int]:
