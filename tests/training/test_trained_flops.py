@@ -1,13 +1,18 @@
 """FLOPs of a step that trains a part of a model are those of a counter on the model itself."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from fathom.data.batches import Batch
 from fathom.experiments.arms import arm_recipes, parse_arms
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import training_flops_per_token
 from fathom.recipe import Recipe, load_recipe
+from fathom.training.build import forward
+from fathom.training.distill import distilled
 from fathom.training.estimate import estimate
 from fathom.training.optimizer import freeze
 from fathom.training.trained_flops import step_flops, trained_share
@@ -92,3 +97,21 @@ def test_a_frozen_arm_gets_more_steps_at_equal_flops():
     assert estimate(recipes["frozen"]).training_flops == pytest.approx(
         estimate(recipes["vanilla"]).training_flops, rel=0.01
     )
+
+
+def test_distillation_is_counted_as_a_counter_does(tmp_path: Path) -> None:
+    """The teacher reads every token, and the divergence needs the model's logits."""
+    teacher = FathomForCausalLM(small("model.num_hidden_layers=2").config()).eval().requires_grad_(False)
+    teacher.save_pretrained(tmp_path)
+    recipe = small(f"distill.teacher={tmp_path}")
+    model = FathomForCausalLM(recipe.config()).train()
+    for one in (model, teacher):
+        one.set_attn_implementation("eager")
+    ids = torch.randint(3, 50, (2, (LENGTH + 1) // 2))
+    batch = Batch(ids, ids, None, ids.numel())
+    with FlopCounterMode(display=False) as counter:
+        distilled(forward(model, batch, with_logits=True), teacher, batch, recipe.distill).loss.backward()
+    found, alone = counter.get_total_flops() / ids.numel(), step_flops(small())
+    assert step_flops(recipe) == pytest.approx(found, rel=0.02)
+    assert found > 1.2 * alone
+    assert estimate(recipe).training_flops == pytest.approx(step_flops(recipe) * estimate(recipe).tokens)

@@ -165,11 +165,12 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Branch | N
     print(recipe.to_yaml())
     least, mean, most = (f"{value:.3g}" for value in cost.training_multiple)
     drawn = "" if least == most else f" ({least} to {most}, depending on the iterations drawn)"
+    taught = "" if recipe.distill.teacher is None else ", with the teacher's forward pass"
     rows = {
         "mechanism": cost.mechanism,
         "parameters": f"{cost.parameters:,}{active}{trained}",
         "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, mean over a context of "
-        f"{recipe.data.sequence_length:,} tokens; in training {mean} x vanilla's{drawn}",
+        f"{recipe.data.sequence_length:,} tokens; in training {mean} x vanilla's{drawn}{taught}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
         "tokens": f"{cost.tokens:,}" + ("" if cost.epochs is None else f", {cost.epochs:.3g} epochs of the corpus"),
         "FLOPs": f"{cost.training_flops:.3g}",

@@ -1,8 +1,8 @@
 """Speed, memory and losses of a run, read from the device only when shown.
 
 MFU is computed here, against `track.peak_flops` or the device's dense bf16 peak. `models/cost.py` counts the FLOPs of a
-step that trains every weight, with the head but not the embedding; `trained_flops.py` counts what frozen weights and
-adapters change.
+step that trains every weight, with the head but not the embedding; `trained_flops.py` counts what frozen weights,
+adapters and a teacher change.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""FLOPs of training only a part of a model: the saving by frozen weights and adapters, measured with torch's FLOP
-counter.
+"""FLOPs of training a part of a model, and of distillation: what frozen weights and adapters save, measured with
+torch's FLOP counter, and what a teacher costs.
 
 `models/cost.py` counts a step that trains every weight. A frozen weight needs no gradient of its own, and the gradient
 of its input only if something trains before it; an adapter adds products. Which of these are made depends on autograd,
@@ -11,7 +11,8 @@ from __future__ import annotations
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from fathom.models.cost import training_flops_range
+from fathom.checkpoints.runs import config_of
+from fathom.models.cost import flops_per_token, training_flops_range
 from fathom.models.decoder.arithmetic import head_flops
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
@@ -23,15 +24,25 @@ _shares: dict[str, float] = {}
 
 
 def step_flops(recipe: Recipe) -> float:
-    """Mean FLOPs per token of a training step, forward and backward, of the parameters that the recipe trains."""
+    """Mean FLOPs per token of a training step, forward and backward, of the parameters that the recipe trains, and of a
+    teacher's forward pass."""
     return step_flops_range(recipe)[1]
 
 
 def step_flops_range(recipe: Recipe) -> tuple[float, float, float]:
     """Minimum, mean and maximum FLOPs per token of a training step, over the random draws of loop iterations."""
-    share = trained_share(recipe)
+    share, taught = trained_share(recipe), _distill_flops(recipe)
     least, mean, most = training_flops_range(recipe.config(), recipe.data.sequence_length)
-    return share * least, share * mean, share * most
+    return share * least + taught, share * mean + taught, share * most + taught
+
+
+def _distill_flops(recipe: Recipe) -> float:
+    """FLOPs per token of distillation: the teacher's forward pass, and the model's logits with their gradients, which
+    the divergence needs in addition to those of the cross-entropy."""
+    if recipe.distill.teacher is None:
+        return 0.0
+    teacher = config_of({"from_pretrained": recipe.distill.teacher})
+    return flops_per_token(teacher, recipe.data.sequence_length) + 3 * head_flops(recipe.config())
 
 
 def trained_share(recipe: Recipe) -> float:
