@@ -142,3 +142,10 @@ def test_a_dry_run_times_steps_of_the_whole_run(small: Recipe, monkeypatch: pyte
     assert timed == [10, 1, 3, 6, 8, 10], "of twelve"
     timed.clear()
     assert _step_seconds(small) == 5.0
+
+
+def test_frozen_weights_need_no_gradient(small: Recipe) -> None:
+    training = build_training(small.override("optim.only=[model.norm]"))
+    held = sum(p.numel() for p in training.model.parameters()) * 4
+    beyond = step_memory(training) - saved_bytes(training) - held
+    assert beyond == pytest.approx(3 * 32 * 4, abs=8), "a gradient and two moments of one norm, and a count of steps"

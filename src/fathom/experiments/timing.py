@@ -119,8 +119,8 @@ def step_memory(training: Training) -> int:
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
     state = training.optimizer.state().values()
-    weights = list(training.weights().values())
-    return saved_bytes(training) + 2 * _bytes(weights) + _bytes(state)
+    weights, trained = training.weights().values(), training.optimizer.parameters.values()
+    return saved_bytes(training) + _bytes(weights) + _bytes(trained) + _bytes(state)
 
 
 def saved_bytes(training: Training) -> int:
