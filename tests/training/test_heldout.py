@@ -25,7 +25,7 @@ from fathom.recipe import Recipe
 from fathom.report.results import restored, to_json
 from fathom.training.estimate import estimate
 from fathom.training.gap import token_losses_and_trips
-from fathom.training.heldout import decoding_gap, evaluate
+from fathom.training.heldout import Tally, decoding_gap, evaluate
 from fathom.training.parallel import Ranks
 from fathom.training.results import Evaluation, Score
 from tests.models.cases import with_rounds
@@ -185,3 +185,16 @@ def test_what_is_no_number_is_null_in_json_and_comes_back() -> None:
     assert math.isnan(again.loss) and math.isnan(again.domains["talk"].loss) and again.position_loss == [None, 3.5]
     assert math.isnan(found.perplexity)
     assert [name for name in found.flat() if name.startswith("val/position")] == ["val/position/1"]
+
+
+def test_sequences_that_fill_a_batch_are_no_cluster() -> None:
+    """Batches of evaluation have one shape: beyond the end of the text they hold sequences without a target."""
+    draw = torch.Generator().manual_seed(0)
+    losses, trips = torch.rand(8, 5, generator=draw), torch.randint(1, 4, (8, 5), generator=draw)
+    counts = (torch.arange(8) < 3).unsqueeze(1).expand(8, 5)
+    exact, filled = Tally(), Tally()
+    exact.add(losses[:3], trips[:3], counts[:3])
+    filled.add(losses, trips, counts)
+    found = filled.trips(Ranks(), 3)
+    assert found is not None and found.correlation is not None and found.correlation.clusters == 3
+    assert found == exact.trips(Ranks(), 3)

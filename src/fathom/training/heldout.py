@@ -175,8 +175,9 @@ class Tally:
 
     def add(self, losses: Tensor, trips: Tensor, counts: Tensor) -> None:
         """Add the losses and iterations of some sequences, `[rows, T - 1]`; `counts` is False where a token has no
-        target."""
-        for loss, made, valid in zip(losses, trips, counts, strict=True):
+        target. Sequences without a target only fill a batch, and are left out."""
+        some = counts.any(1)
+        for loss, made, valid in zip(losses[some], trips[some], counts[some], strict=True):
             self.losses.append(loss[valid].cpu().numpy())
             self.made.append(made[valid].cpu().numpy())
 
