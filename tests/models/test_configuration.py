@@ -112,6 +112,14 @@ BAD_OPTIONS = [
     ("latent_cot", {"penalty_beta": -1.0}, "penalty_beta must not be negative"),
 ]
 BAD_KEYS = [
+    *(
+        ({"recurrence": "loop", "max_trips": bad}, "max_trips must be between 1 and 3")
+        for bad in ("two", [2], 1.5, True)
+    ),
+    *(({"residual_multiplier": bad}, "residual_multiplier must be a positive") for bad in ("half", None, True, [])),
+    ({"position_offset": None}, "position_offset must be an integer of at least 0, got None"),
+    ({"no_rope_layers": 1}, "no_rope_layers must be a list or null, got 1"),
+    ({"attn_logit_softcapping": "50"}, "attn_logit_softcapping must be a positive number, got 50"),
     ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of num_key_value_heads \(2\)"),
     ({"head_dim": 7}, "head_dim"),
     ({"mixer": "depth_attn"}, "mixer must be one of none, .* got 'depth_attn'; did you mean depth_attention"),

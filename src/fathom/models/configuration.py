@@ -50,6 +50,11 @@ def together(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     return {**saved, **({"blend": 1.0} if opens else {}), **given}
 
 
+def _is_number(value: object, *kinds: type) -> bool:
+    """Whether a value is a number, or of the given kinds; in Python, true is also the integer 1, here it is not."""
+    return isinstance(value, kinds or (int, float)) and not isinstance(value, bool)
+
+
 @strict
 class FathomConfig(DecoderConfig):
     """The configuration of a Fathom decoder: a backbone's switches, and a mechanism for each axis (mixer, residual,
@@ -92,7 +97,7 @@ class FathomConfig(DecoderConfig):
         check_trips(self)
         check_visits(self)
         most = recurrence_class(self).most_trips(self)
-        if self.max_trips is not None and not 1 <= self.max_trips <= most:
+        if self.max_trips is not None and not (_is_number(self.max_trips, int) and 1 <= self.max_trips <= most):
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the iterations of recurrence={self.recurrence}, got "
                 f"{self.max_trips}"
@@ -125,7 +130,8 @@ class FathomConfig(DecoderConfig):
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
         for name in (*SCALES, *CAPS):
-            if (number := getattr(self, name)) is not None and not (math.isfinite(number) and number > 0):
+            number = getattr(self, name)
+            if not (number is None and name in CAPS) and not (_is_number(number) and 0 < number < math.inf):
                 raise ValueError(f"{name} must be a positive number, got {number}")
         for name in NOT_NEGATIVE:
             if not 0 <= getattr(self, name) < math.inf:
@@ -137,9 +143,11 @@ class FathomConfig(DecoderConfig):
         if self.parallel_residual and self.norm_placement != "before":
             raise ValueError(f"parallel_residual needs norm_placement=before, got {self.norm_placement}")
         self._check_experts()
-        if self.position_offset < 0:
-            raise ValueError(f"position_offset must not be negative, got {self.position_offset}")
+        if not _is_number(self.position_offset, int) or self.position_offset < 0:
+            raise ValueError(f"position_offset must be an integer of at least 0, got {self.position_offset}")
         layers = self.num_hidden_layers
+        if self.no_rope_layers is not None and not isinstance(self.no_rope_layers, (list, tuple)):
+            raise ValueError(f"no_rope_layers must be a list or null, got {self.no_rope_layers}")
         if self.no_rope_layers is not None and len(self.no_rope_layers) != layers:
             raise ValueError(f"no_rope_layers needs {layers} entries, one per layer, got {len(self.no_rope_layers)}")
         if self.positions == "rotary":
