@@ -317,6 +317,10 @@ def test_arms_of_fewer_steps_read_what_the_control_reads(small: Recipe):
             read, expected = (plans[one].batch(step)[0].input_ids for one in (name, "vanilla"))
             assert torch.equal(read, expected), f"{name}, step {step}"
     assert recipes["same"].data == base.data
+    fixed = base.override("data.phases=[{at: 30, mixture: {seas: 1}}]")  # at a step, not at a share of the steps
+    recipes = arm_recipes(fixed, parse_arms("vanilla,short=vanilla;train.steps=20,same=loop;train.steps=40"), "tokens")
+    assert recipes["short"].data.phases == () and list(recipes["short"].data.mixture) == ["rivers", "seas"]
+    assert recipes["same"].data == fixed.data
 
 
 @pytest.mark.parametrize(

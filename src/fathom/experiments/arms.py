@@ -107,7 +107,12 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
         arms: The control first.
         equal: The budget.
     """
-    recipes = {arm.name: as_large(arm, arms, base).recipe(base) for arm in arms}
+    # An arm's own steps may end before a phase begins; `_beside` adds the phases that it reaches.
+    unphased = base.override("data.phases=[]") if base.data.phases else base
+    recipes = {
+        arm.name: as_large(arm, arms, base).recipe(unphased if arm.own_steps and arm != arms[0] else base)
+        for arm in arms
+    }
     control = recipes[arms[0].name]
     budget = _spent(control, equal)
     for arm in arms[1:]:
@@ -183,7 +188,7 @@ def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
     """
     planned = control.data.later(control.train.steps)
     if steps == control.train.steps or not planned:
-        return recipe.override(f"train.steps={steps}")
+        return replace(recipe, data=control.data).override(f"train.steps={steps}")
     mixture = {name: control.data.mixture.get(name, 0.0) for name in control.data.collections}
     phases = [{"at": at, "mixture": shares} for at, shares in planned if at < steps]
     words = (f"data.{key}={json.dumps(value)}" for key, value in (("mixture", mixture), ("phases", phases)))
