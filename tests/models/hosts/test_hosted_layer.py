@@ -81,6 +81,11 @@ def test_a_directory_opens_as_the_family_opens_it(name, tmp_path):
             "attn_temperature_tuning scales queries by the length of the cache",
         ),
         ("gemma4_text", MIXER, "layers differ in number or size of key heads"),
+        (
+            "gemma4_text",
+            {"mixer": "value_gain", "mixer_options": {"gates": "channel"}},
+            "layers differ in number or size of key heads",
+        ),
         ("qwen3_moe", {"residual": "mudd"}, "queries, keys and values have one input"),
         ("gemma4_text", RESIDUALS[0], "the layer scales what it adds to"),
         ("nemotron_h", RESIDUALS[0], "a layer is one sub-layer, not two"),

@@ -52,6 +52,16 @@ class TurnedHandover(Handover):
         return key if self.scored is own else rotated(self.turn, query, self.scored, self.angles)[1], value
 
 
+@dataclass
+class TriedHandover(Handover):
+    """One layer whose key is looked at. Nothing is mixed, since gates by channel may fit the other layers' heads
+    alone."""
+
+    def mixed(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> KeyValue:
+        """The layer's own key and value."""
+        return key, value
+
+
 def back(angles: Angles) -> Angles:
     """The angles that undo others."""
     if isinstance(angles, Tensor):
@@ -123,7 +133,7 @@ def tried(layer: Hosted, angles: Angles, x: Tensor) -> tuple[torch.Size, bool]:
     part.eval()  # with dropout it would draw numbers, and other initial weights would follow
     with torch.enable_grad():
         parts = [one.detach().requires_grad_() for one in ((angles,) if isinstance(angles, Tensor) else angles or ())]
-        hand = Handover(cast(Any, layer.depth_mixer), cast(Any, layer.own_attention), None)
+        hand = TriedHandover(cast(Any, layer.depth_mixer), cast(Any, layer.own_attention), None)
         given = {"position_embeddings": parts[0] if isinstance(angles, Tensor) else tuple(parts) or None}
         given |= {"position_ids": x.new_zeros(1, 1, dtype=torch.long), "attention_mask": None, "handover": hand}
         given |= {"shared_kv_states": {}, name: None}
