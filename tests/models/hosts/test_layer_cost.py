@@ -9,7 +9,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom import FathomForCausalLM
-from fathom.models.cost import active_parameters, cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.cost import (
+    active_parameters,
+    cache_bytes_per_token,
+    count_parameters,
+    flops_per_token,
+    mechanism_cost,
+)
 from fathom.models.hosts.layer_cost import layer_costs
 
 from .cases import ours_of, theirs_of, tokens
@@ -89,3 +95,25 @@ def test_active_parameters_leave_out_experts():
     some, all_ = (ours_of(theirs_of("qwen3_moe", num_experts_per_tok=k)).config for k in (1, 4))
     assert active_parameters(all_) == count_parameters(all_) == count_parameters(some)
     assert count_parameters(some) - active_parameters(some) == 4 * 3 * (3 * 32 * 24)  # layers, experts, matrices
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        {"mixer": "value_gain"},
+        {
+            "mixer": "uniform_depth",
+            "mixer_options": {"blend": "learned"},
+            "recurrence": "loop",
+            "recurrence_options": {"trips": 2, "prelude": 1},
+        },
+    ],
+    ids=["value_gain", "looped-learned"],
+)
+def test_gates_are_those_of_layers_with_keys(mechanism):
+    """The looped layer 1 is the first of two with keys, so it reads its own first iteration alone."""
+    model = ours_of(theirs_of("lfm2"), **mechanism)
+    gates = [parameter for name, parameter in model.named_parameters() if "gates" in name]
+    assert mechanism_cost(model.config).parameters == sum(gate.numel() for gate in gates)
+    model(tokens()).logits.sum().backward()
+    assert all(gate.grad is not None for gate in gates)

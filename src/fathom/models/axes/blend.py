@@ -177,9 +177,10 @@ class BlendedMixer(Blended, ValueMixer):
 
     @classmethod
     def mixes(cls, config: DecoderConfig, *place: int) -> bool:
-        """Whether the layer has anything to mix in: a source in a lower layer, or in an earlier iteration."""
-        loop = config.recurrence_options
-        again = loop.get("prelude", 0) <= place[0] < config.num_hidden_layers - loop.get("coda", 0)
+        """Whether the layer has anything to mix in: a source in a lower layer, or in an earlier iteration. Its number
+        counts layers with keys."""
+        loop, layer = config.recurrence_options, config.keyed_layers[place[0]]
+        again = loop.get("prelude", 0) <= layer < config.num_hidden_layers - loop.get("coda", 0)
         crosses = config.recurrence != "once" and loop.get("kv") != "first"
         crosses = crosses and again and cls.across_trips(config, "same_layer") != "none"
         return crosses or bool(cls.source_layers(config, *place))
@@ -243,9 +244,11 @@ def blending_cost(config: DecoderConfig, reads: int, scalar: int, options: Blend
 def mixing_cost(
     config: DecoderConfig, visits: Sequence[Visit], options: BlendOptions, mixer: type[BlendedMixer]
 ) -> Cost:
-    """Cost of blending mixed values with the layers' own. Learned gates have parameters, and a gain in every layer."""
+    """Cost of blending mixed values with the layers' own. Learned gates have parameters, and a gain in every layer with
+    keys."""
     width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(v.sources) for v in visits)
     if not options.learned:
         return Cost(elementwise_flops=3 * width * mixing * options.blends)
-    gates = sum(1 + mixer.mixes(config, layer) for layer in range(config.num_hidden_layers))
-    return Cost(parameters=gates * gate_size(config, options), elementwise_flops=width * (len(visits) + 2 * mixing))
+    gates = sum(1 + mixer.mixes(config, i) for i in range(len(config.keyed_layers)))
+    gained = sum(visit.layer in config.keyed_layers for visit in visits)
+    return Cost(parameters=gates * gate_size(config, options), elementwise_flops=width * (gained + 2 * mixing))

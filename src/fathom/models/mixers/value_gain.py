@@ -80,9 +80,10 @@ def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     heads, width = config.num_key_value_heads, config.head_dim
     size = {"layer": 1, "head": heads, "channel": heads * width}[options.gates]
     multiplied = width * (heads + config.num_attention_heads * options.queries)
+    keyed = config.keyed_layers  # a layer with a state has no values
     return Cost(
-        parameters=config.num_hidden_layers * size * (1 + options.queries),
-        elementwise_flops=len(visits) * multiplied,
+        parameters=len(keyed) * size * (1 + options.queries),
+        elementwise_flops=sum(visit.layer in keyed for visit in visits) * multiplied,
     )
 
 
