@@ -91,8 +91,9 @@ def test_what_training_keeps_is_near_what_is_declared(name):
     assert 0.75 <= counted / declared <= 1.25
 
 
-def test_active_parameters_leave_out_experts():
-    some, all_ = (ours_of(theirs_of("qwen3_moe", num_experts_per_tok=k)).config for k in (1, 4))
+@pytest.mark.parametrize(("name", "key"), [("qwen3_moe", "num_experts_per_tok"), ("gemma4_text", "top_k_experts")])
+def test_active_parameters_leave_out_experts(name, key):
+    some, all_ = (ours_of(theirs_of(name, **{key: k})).config for k in (1, 4))
     assert active_parameters(all_) == count_parameters(all_) == count_parameters(some)
     assert count_parameters(some) - active_parameters(some) == 4 * 3 * (3 * 32 * 24)  # layers, experts, matrices
 

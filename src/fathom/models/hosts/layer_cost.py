@@ -71,7 +71,10 @@ def _costs(asked: _ByShape) -> tuple[LayerCost, ...]:
 
 def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> LayerCost:
     flops, idle, kept = 0.0, 0.0, 4.0 * config.hidden_size
-    chosen: int = next((cast(Any, m).top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int)), 0)
+    routers = (cast(Any, m).top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int))
+    chosen: int | None = next(
+        routers, getattr(theirs, "top_k_experts", None)
+    )  # Gemma 4's router asks its configuration
     for part in layer.modules():
         for name, weight in part.named_parameters(recurse=False):
             visited = _visited(part, weight, chosen)
@@ -95,11 +98,11 @@ def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> 
     return LayerCost(flops, 4 * heads * head, 2 * (heads // groups) * head, *beside)
 
 
-def _visited(part: nn.Module, weight: Tensor, chosen: int) -> float:
-    """The share of a parameter that one token uses: below 1 only for stacked experts."""
+def _visited(part: nn.Module, weight: Tensor, chosen: int | None) -> float:
+    """The share of a parameter that one token uses: below 1 only for stacked experts of which `chosen` are visited."""
     experts = getattr(part, "num_experts", 0)
     stacked = weight.ndim > 1 and "Experts" in type(part).__name__ and len(weight) == experts
-    return chosen / experts if stacked else 1.0
+    return chosen / experts if stacked and chosen is not None else 1.0
 
 
 def _state_flops(layer: nn.Module) -> int:
