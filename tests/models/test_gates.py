@@ -134,10 +134,11 @@ def test_queries_have_no_gain_by_channel():
 
 
 def test_a_prelude_that_reads_nothing_has_no_mix():
-    """Its λ would never get a gradient; a looped layer 0 reads its own earlier iteration."""
+    """Its λ would never get a gradient; a looped layer 0 reads its own earlier iteration, that of `ponder` does not."""
     options = {"stride": 2, "blend": "learned"}
-    for prelude, mixes in ((0, True), (1, False)):
-        keys = {"recurrence": "loop", "recurrence_options": {"trips": 2, "prelude": prelude}}
+    loops = [("loop", {"trips": 2, "prelude": prelude}, prelude == 0) for prelude in (0, 1)]
+    for name, given, mixes in (*loops, ("loop", {"kv": "first"}, False), ("ponder", {}, False)):
+        keys = {"recurrence": name, "recurrence_options": given}
         model = FathomForCausalLM(FathomConfig(**SHAPE, mixer="depth_attention", mixer_options=options, **keys))
         gates = model.model.layers[0].self_attn.mixer.blend_gates
         assert (gates.mix is not None) == mixes
