@@ -19,6 +19,7 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES, hosted
 from fathom.checkpoints.families.layouts import HOSTS, Host
 from fathom.errors import ModelError
+from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.hosts.hosted_layer import OneLayer
 from fathom.models.hosts.layout import Layout
 
@@ -295,3 +296,25 @@ def test_a_family_without_sdpa_is_built_with_eager_attention():
         assert built.config._attn_implementation == built.model.host.config._attn_implementation == "eager"
     with pytest.raises(ValueError, match="does not support an attention implementation"):
         AutoModelForCausalLM.from_config(again, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("name", ["phi", "cohere"])
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        {"residual": "denseformer"},
+        {"residual": "branch_gain"},
+        {"residual": "attention_residuals", "residual_options": {"variant": "delta", "blend": "learned"}},
+    ],
+    ids=["denseformer", "branch_gain", "delta"],
+)
+def test_a_residual_of_a_parallel_layer_starts_as_the_family(name, mechanism):
+    """Phi rounds the sum of both updates first, Cohere each; and no query or gate is where the MLP reads no update."""
+    theirs = theirs_of(name).bfloat16()
+    ours = ours_of(theirs, **mechanism)
+    logits = ours(tokens()).logits
+    assert torch.equal(logits, theirs(tokens()).logits)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in ours.parameters())
+    added = count_parameters(ours.config) - sum(parameter.numel() for parameter in theirs.parameters())
+    assert mechanism_cost(ours.config).parameters == added

@@ -106,6 +106,17 @@ class DecoderConfig(Qwen3Config):
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
+    def parallel(self) -> str:
+        """How attention and MLP of a layer are added if both read the same state: `sum` if their sum is added, `steps`
+        if one is added after the other; empty if the MLP reads what attention wrote."""
+        if not self.host:
+            return "sum" if self.parallel_residual else ""
+        kinds = {layout.get("parallel", "") for layout in self.host_layouts}
+        if len(kinds) > 1 and not self.native.get("use_parallel_residual"):  # StableLM has both
+            return ""
+        return max(kinds, default="")
+
+    @property
     def attention_chunk_size(self) -> int | None:
         """The chunk size of a host's chunked attention, under the name that caches ask for; None without chunked
         attention."""

@@ -188,7 +188,7 @@ class Delta(Blended, Pooling):
     def has_several(config: DecoderConfig, sublayer: int) -> bool:
         """Whether a sub-layer has more than one source to choose from (more than the embeddings)."""
         options = AttentionResidualsOptions.of(config)
-        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer
+        written = sublayer - sublayer % 2 if config.parallel else sublayer
         first = options.block_size if options.variant == "delta_block" else 0
         return first < written and Delta.reads(config, sublayer)
 
@@ -215,7 +215,7 @@ class Delta(Blended, Pooling):
     @staticmethod
     def reads(config: DecoderConfig, sublayer: int) -> bool:
         """Whether a sub-layer reads sources in addition to the stream."""
-        written = sublayer - sublayer % 2 if config.parallel_residual else sublayer  # before it reads
+        written = sublayer - sublayer % 2 if config.parallel else sublayer  # before it reads
         return written > 0 and sublayer < 2 * config.num_hidden_layers
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
@@ -328,7 +328,7 @@ def _counts(config: DecoderConfig, sublayers: list[int]) -> list[tuple[int, int]
     options = AttentionResidualsOptions.of(config)
     variant, block, counts = options.variant, options.block_size, []
     for read in range(len(sublayers) + 1):
-        written = sublayers[: read - read % 2 if config.parallel_residual else read]
+        written = sublayers[: read - read % 2 if config.parallel else read]
         begun = sum(s % block == 0 for s in written[1:])  # blocks after the first
         if variant == "snapshot":
             ended = [(s + 1) % block == 0 for s in written]

@@ -38,12 +38,13 @@ class BranchGainOptions(VisitOptions):
 
 
 class BranchGain(Residual):
-    """Multiplies updates. Its state is the stream, in a parallel layer followed by attention's update."""
+    """Multiplies updates. Its state is the stream; where a parallel layer adds a sum, attention's update follows it."""
 
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         shape = gate_shapes(config, "residual")[BranchGainOptions.of(config).gates]
-        self.waits, self.ends = config.parallel_residual and sublayer % 2 == 0, config.parallel_residual
+        self.ends = config.parallel == "sum"
+        self.waits = self.ends and sublayer % 2 == 0
         self.gates: Gates | None = Gates(shape, mixes=False) if sublayer < 2 * config.num_hidden_layers else None
 
     def init_weights(self, std: float) -> None:

@@ -61,7 +61,7 @@ class DenseFormer(Residual):
     def __init__(self, config: DecoderConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
         self.dilation = DenseFormerOptions.of(config).dilation
-        self.ends_block, self.parallel = sublayer % 2 == 1, config.parallel_residual
+        self.ends_block, self.parallel = sublayer % 2 == 1, config.parallel == "sum"
         weights = num_weights(config, sublayer // 2) if self.ends_block else 0
         self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
 
