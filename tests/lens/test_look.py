@@ -542,6 +542,13 @@ class Adding(Gated):
         return value - 2 * sources[1] if sources else value
 
 
+def test_passes_without_values_of_their_own_are_named(tokenizer):
+    """Later iterations of `kv: first` make no values; the first iteration's are mixed with weights."""
+    loop = {"recurrence": "loop", "recurrence_options": {"trips": 2, "kv": "first"}}
+    data = look(FathomForCausalLM(tiny_config(mixer="depth_attention", **loop)).eval(), tokenizer, SHORT)
+    assert data.weights == [] and data.unshown == "not every layer pass adds up values with weights"
+
+
 @pytest.fixture
 def model_with(monkeypatch):
     """A model with a mixer that Fathom does not have."""

@@ -128,7 +128,7 @@ class LensData:
     def unshown(self) -> str:
         """Why the page cannot show mixing weights, in a few words; empty if it shows them."""
         if not self.weights:
-            return "values are not added up with weights"
+            return "not every layer pass adds up values with weights"
         shares = all((row > -1e-4).all() and np.abs(row.sum(-1) - 1).max() < 1e-2 for row in self.weights)
         return "" if shares else "weights are not shares of 1"
 
