@@ -1,7 +1,7 @@
 """The cost of a forward pass, by arithmetic: parameters, FLOPs, cache.
 
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
-in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of
+in a sliding window or in chunks; the head is counted, the embedding look-up is not. A training step is three passes of
 training (with Jacobi rounds, where decoding needs none), and what a mechanism declares beyond that. Tokens that halt
 count as if they did not. All weights train; `training/trained_flops.py` counts what freezing and adapters change.
 

@@ -16,6 +16,7 @@ from fathom.models.cost import (
     flops_per_token,
     mechanism_cost,
 )
+from fathom.models.decoder.arithmetic import keys_read
 from fathom.models.hosts.layer_cost import layer_costs
 
 from .cases import ours_of, theirs_of, tokens
@@ -118,3 +119,15 @@ def test_gates_are_those_of_layers_with_keys(mechanism):
     assert mechanism_cost(model.config).parameters == sum(gate.numel() for gate in gates)
     model(tokens()).logits.sum().backward()
     assert all(gate.grad is not None for gate in gates)
+
+
+def test_chunks_and_windows_bound_the_keys_that_are_read():
+    """Counted position by position."""
+    for name, key, read in (
+        ("llama4_text", "chunked_attention", lambda t: t % 8 + 1),
+        ("ministral", "sliding_attention", lambda t: min(t + 1, 5)),
+    ):
+        config = ours_of(theirs_of(name)).config
+        layer = config.layer_types.index(key)
+        for length in (3, 8, 29):
+            assert keys_read(config, layer, length) == pytest.approx(sum(map(read, range(length))) / length)

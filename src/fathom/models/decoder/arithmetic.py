@@ -49,8 +49,11 @@ def attention_flops(config: DecoderConfig, layer: int, sequence_length: int) -> 
 
 def keys_read(config: DecoderConfig, layer: int, sequence_length: int) -> float:
     """The number of keys to which a token attends in one layer, averaged over the positions of a causal sequence. A
-    layer with a sliding window reads only its window."""
-    keys, window = (sequence_length + 1) / 2, config.sliding_window
+    layer with a sliding window reads only its window, one with chunks only its chunk."""
+    keys, window, chunk = (sequence_length + 1) / 2, config.sliding_window, config.attention_chunk_size
+    if config.layer_types[layer] == "chunked_attention" and chunk is not None:
+        whole, rest = divmod(sequence_length, chunk)
+        keys = (whole * chunk * (chunk + 1) + rest * (rest + 1)) / (2 * sequence_length)
     if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
         keys = window - window * (window - 1) / (2 * sequence_length)
     return keys
