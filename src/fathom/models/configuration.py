@@ -24,7 +24,7 @@ from .axes.cache_name import CACHE
 from .axes.fields import DecoderConfig
 from .decoder.norms import NORMS
 from .foreign import reader, without
-from .registry import AXES, DEFAULTS, check_trips, check_visits, recurrence_class, resolve_options
+from .registry import AXES, DEFAULTS, across_trips, check_trips, check_visits, recurrence_class, resolve_options
 
 CHOICES = {
     "norm": tuple(NORMS),
@@ -181,6 +181,11 @@ class FathomConfig(DecoderConfig):
                 f"intermediate_size ({self.intermediate_size}) must be a multiple of experts_per_token "
                 f"({self.experts_per_token}), because an expert's width is their quotient"
             )
+
+    @property
+    def across_trips(self) -> str:
+        """How the mixer reads sources from earlier iterations, as its options or the recurrence's rule say."""
+        return across_trips(self)
 
     @property
     def mixes_unrotated(self) -> bool:

@@ -179,11 +179,9 @@ class BlendedMixer(Blended, ValueMixer):
     def mixes(cls, config: DecoderConfig, *place: int) -> bool:
         """Whether the layer has anything to mix in: a source in a lower layer, or in an earlier iteration. Its number
         counts layers with keys."""
-        from ..registry import across_trips  # which imports the mixers
-
         loop, layer = config.recurrence_options, config.keyed_layers[place[0]]
         again = loop.get("prelude", 0) <= layer < config.num_hidden_layers - loop.get("coda", 0)
-        crosses = config.recurrence != "once" and again and across_trips(config) != "none"
+        crosses = config.recurrence != "once" and again and config.across_trips != "none"
         return crosses or bool(cls.source_layers(config, *place))
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

@@ -106,6 +106,11 @@ class DecoderConfig(Qwen3Config):
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
+    def across_trips(self) -> str:
+        """How the mixer reads sources from earlier iterations: `none`, `same_layer`, `grid` or `first`."""
+        return "none"
+
+    @property
     def parallel(self) -> str:
         """How attention and MLP of a layer are added if both read the same state: `sum` if their sum is added, `steps`
         if one is added after the other; empty if the MLP reads what attention wrote."""
