@@ -116,8 +116,14 @@ class Ponder(Blended, DrawnTrips, EarlyReadout, Solved[PonderOptions]):
         if self.options.feed == "mixture":
             return x + self.opened(mixed(out, self.options))
         if self.pause is not None:
-            return self.blended(x, (self.pause * self.embedding_scale).to(x.dtype).expand_as(x))
+            return self.blended(x, self(x))
         return self.blended(x, out.hidden if self.projector is None else self.projector(out.hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The pause at every position, α p, `[B, T, hidden_size]`. A call of the module, since hooks run only on
+        calls."""
+        assert self.pause is not None
+        return (self.pause * self.embedding_scale).to(x.dtype).expand_as(x)
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:

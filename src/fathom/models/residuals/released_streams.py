@@ -88,6 +88,15 @@ def balanced(logits: Tensor, iterations: int) -> Tensor:
     return matrix
 
 
+class WideLinear(nn.Linear):
+    """A linear layer for inputs in at least float32, whose weight is widened in the call: an offloaded weight exists
+    only there, and an adapter acts only there."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """W x."""
+        return F.linear(x, widen(self.weight))
+
+
 class ReleasedStreams(Residual):
     """A released model's hyper-connections; the state is the streams `[B, T, n, hidden_size]` and, in single-pass
     forms, the next read's weights `[B, T, n]`."""
@@ -102,7 +111,7 @@ class ReleasedStreams(Residual):
         self.sizes = [n] if self.final else [n, n, n * n] if self.form.mixes else [n, n]  # of u, v, M
         self.maps_made = not self.final or self.form.head == "token"
         if self.maps_made:
-            self.projection = nn.Linear(n * config.hidden_size, sum(self.sizes), bias=False)  # W
+            self.projection = WideLinear(n * config.hidden_size, sum(self.sizes), bias=False)  # W
             self.shift = nn.Parameter(torch.empty(sum(self.sizes)))  # b
             self.scale = nn.Parameter(torch.empty(len(self.sizes)))  # s
 
@@ -129,8 +138,7 @@ class ReleasedStreams(Residual):
         """The maps' logits: u (read) and v (write) `[B, T, n]`, M (mix) `[B, T, n²]`, in at least float32."""
         flat = widen(streams.flatten(2))
         inverse = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.eps)
-        weight = widen(self.projection.weight)
-        dynamic = F.linear(flat, weight) * inverse if self.form.divides_last else F.linear(flat * inverse, weight)
+        dynamic = self.projection(flat) * inverse if self.form.divides_last else self.projection(flat * inverse)
         shifts, scales = widen(self.shift).split(self.sizes), widen(self.scale).unbind(0)
         parts = zip(dynamic.split(self.sizes, dim=-1), scales, shifts, strict=True)
         return [part * scale + shift for part, scale, shift in parts]
