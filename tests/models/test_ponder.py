@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from fathom.models import FathomForCausalLM
 from fathom.models.axes.roles import View
 from fathom.models.trips import walk
 
-from .cases import config_of, tokens
+from .cases import build, config_of, tokens
 from .slot_oracle import thinker
 from .test_pondering import error, logits, stepwise
 
@@ -98,3 +99,28 @@ def test_inner_trips_without_a_cache(monkeypatch):
     assert error(stepwise(model, ids), truth) < 1e-12
     monkeypatch.setattr(walk.Banked, "__call__", faulty)
     assert error(stepwise(model, ids), truth) > 0.05
+
+
+class Raised(nn.Module):
+    """A table with an adapter, as peft wraps it: `weight` is the table's own."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.base_layer = table
+
+    @property
+    def weight(self):
+        return self.base_layer.weight
+
+    def forward(self, ids):
+        return self.base_layer(ids) + 0.5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["ponder", "adaponder"])
+def test_the_mixture_is_of_an_adapted_table(case):
+    """Merging the adapter changes nothing."""
+    adapted, merged, ids = build(config_of(case)), build(config_of(case)), tokens(2, 5)
+    adapted.set_input_embeddings(Raised(adapted.get_input_embeddings()))
+    merged.get_input_embeddings().weight.add_(0.5)
+    assert torch.equal(adapted(ids).logits, merged(ids).logits)

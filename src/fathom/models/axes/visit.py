@@ -71,9 +71,11 @@ class Out:
         if self.head is None or self.embedding is None:
             raise ValueError("this recurrence reads logits: call the model with its head (FathomForCausalLM does)")
         table = self.embedding
-        # the weight of a sharded or offloaded table exists only while the table is called
-        if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):
-            return self.head, table(torch.arange(table.num_embeddings, device=self.residual.device))
+        # The weight of a sharded or offloaded table exists only while the table is called, and an adapter's table is
+        # not its weight.
+        called = not isinstance(table, nn.Embedding) or table.weight.is_meta or table._forward_pre_hooks
+        if called or "forward" in vars(table):
+            return self.head, table(torch.arange(table.weight.shape[0], device=self.residual.device))
         return self.head, table.weight
 
     def of(self, residual: Tensor) -> Out:
