@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from tests.models.cases import SHAPE, tokens
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
 
-def trainer(folder: Path, callbacks: list[FollowSteps]) -> Trainer:
+def trainer(folder: Path, callbacks: list[FollowSteps], **further: Any) -> Trainer:
     torch.manual_seed(0)
     config = FathomConfig(**SHAPE, mixer="depth_attention", mixer_options={"blend_steps": 4})
     rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 6)]
     settings = TrainingArguments(
-        str(folder), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True
+        str(folder), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, **further
     )
-    return Trainer(FathomForCausalLM(config), settings, train_dataset=rows, callbacks=callbacks)
+    return Trainer(FathomForCausalLM(config), settings, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
 
 
 def test_the_callback_opens_a_mechanism(tmp_path: Path) -> None:
@@ -32,6 +33,17 @@ def test_the_callback_opens_a_mechanism(tmp_path: Path) -> None:
     running.save_model(str(tmp_path / "saved"))
     saved = FathomConfig.from_pretrained(tmp_path / "saved")
     assert (saved.mixer_options["blend"], saved.mixer_options["blend_steps"]) == (0.5, 0)
+
+
+def test_the_best_checkpoint_has_the_step_that_it_was_trained_with(tmp_path: Path) -> None:
+    """The Trainer loads its weights after the last step, with whose λ they were not trained."""
+    often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    running = trainer(tmp_path, [FollowSteps()], **often, load_best_model_at_end=True)
+    running.train()
+    assert (running.state.best_global_step, running.state.global_step) == (2, 3)
+    assert running.model.settled_config().mixer_options["blend"] == 0.25
+    best = FathomConfig.from_pretrained(tmp_path / "checkpoint-2")
+    assert best.mixer_options["blend"] == 0.25
 
 
 def test_without_it_training_stops(tmp_path: Path) -> None:

@@ -22,5 +22,16 @@ class FollowSteps(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
         """Before every optimizer step."""
-        inner = cast("FathomForCausalLM", getattr(model, "module", model))
-        inner.set_step(state.global_step, state.max_steps)
+        _tell(model, state.global_step, state)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
+    ) -> None:
+        """After `load_best_model_at_end`, schedules return to the step that the best checkpoint was trained with."""
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None and state.best_global_step:
+            _tell(model, state.best_global_step - 1, state)
+
+
+def _tell(model: nn.Module, step: int, state: TrainerState) -> None:
+    inner = cast("FathomForCausalLM", getattr(model, "module", model))
+    inner.set_step(step, state.max_steps)
