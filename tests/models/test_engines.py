@@ -12,6 +12,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.generation.continuous_batching import cache as paged
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomModel, modeling
@@ -231,7 +232,8 @@ def test_backends_that_leave_the_cache_to_the_model(backend):
 
 
 def test_the_refusal_travels(tmp_path, monkeypatch):
-    """The code of an export, at a backend by another name."""
+    """The code of an export, at a backend by another name; Trainer's label smoothing knows its class too."""
+    monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, FathomConfig.model_type)
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
@@ -239,6 +241,7 @@ def test_the_refusal_travels(tmp_path, monkeypatch):
     directory = str(export(build(config_of("loop")), tmp_path / "loop"))
     model = get_class_from_dynamic_module("modeling.FathomModel", directory)
     assert model.__module__.startswith("transformers_modules."), "not Fathom's own"
+    assert MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FathomConfig.model_type] == "FathomForCausalLM"
     config = model.config_class.from_pretrained(directory)
     monkeypatch.setitem(AttentionInterface._global_mapping, "some_engine", lambda *args, **kwargs: None)
     with pytest.raises(ValueError, match="attn_implementation=some_engine is not known to keep a cache for each trip"):

@@ -13,7 +13,6 @@
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-from transformers.models.auto import modeling_auto
 
 from .configuration import FathomConfig
 from .modeling import FathomForCausalLM, FathomModel
@@ -24,5 +23,3 @@ __all__ = ["FathomConfig", "FathomForCausalLM", "FathomModel", "add_mechanism"]
 AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)
 AutoModel.register(FathomConfig, FathomModel, exist_ok=True)
 AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
-# transformers' Trainer shifts labels for the causal classes named here, and its pipelines know all of them.
-modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FathomConfig.model_type] = FathomForCausalLM.__name__

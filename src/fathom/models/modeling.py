@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto
 from transformers.models.qwen3.modeling_qwen3 import eager_attention_forward
 from transformers.utils import can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
@@ -810,3 +811,8 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
                 metrics["expert_load"] = balance[1]
             loss = loss + sum(aux.values()) if aux else loss
         return loss, aux, metrics
+
+
+# transformers' Trainer shifts labels for the causal classes named here, and its pipelines know all of them. It is done
+# in this file, which an export holds too.
+modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[FathomConfig.model_type] = FathomForCausalLM.__name__
