@@ -81,6 +81,29 @@ def test_parameters_are_read_inside_calls(case):
     assert torch.equal(found.logits, wanted.logits) and (found.loss - wanted.loss).abs() < 1e-6
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_resized_head_scales_and_caps_as_before(tied, tmp_path):
+    """transformers makes a plain linear layer of it."""
+    model, ids = build(config_of("vanilla@gemma", tie_word_embeddings=tied)), tokens(2, 7)
+    wanted = model(ids).logits
+    model.resize_token_embeddings(70)
+    found = model(ids).logits
+    assert found.shape[-1] == 70 and (found[..., :61] - wanted).abs().max() < 1e-5
+    model.save_pretrained(tmp_path)
+    assert (FathomForCausalLM.from_pretrained(tmp_path)(ids).logits - found).abs().max() < 1e-5
+
+
+def test_an_adapter_around_a_capped_head_is_refused():
+    """It would be added to capped logits; merged, it would be capped with them."""
+    model = build(config_of("vanilla@gemma"))
+    adapter = torch.nn.Module()
+    adapter.base_layer = model.lm_head
+    model.lm_head = adapter
+    with pytest.raises(ValueError, match="lm_head scales or caps its logits"):
+        model(tokens(1, 5))
+
+
 def test_training_makes_no_logits_unless_asked():
     model, ids = build(config_of("vanilla")).train(), tokens(2, 9)
     assert model(ids, labels=ids).logits is None

@@ -41,7 +41,7 @@ from .axes.visit import Plan
 from .configuration import FathomConfig
 from .decoder.capped_attention import attend_capped
 from .decoder.experts import feed_forward
-from .decoder.head import ScaledHead, build_head
+from .decoder.head import ScaledHead, build_head, check_adapter
 from .decoder.loss import causal_lm_loss, per_item, shifted, token_losses, weighted_lm_loss
 from .decoder.norms import NORMS
 from .decoder.rotary import Angles, Rotation, build_rotary, rotate
@@ -459,6 +459,8 @@ class FathomModel(FathomPreTrainedModel):
                 "rate to 0 in config.json, or in the open model"
             )
         head = self._modules.get("lm_head") if head is None else head  # by its name it costs an exception
+        if head is not None:
+            check_adapter(head)
         inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
         inputs.hidden = None if places is None else []
         inputs.balances = [] if self.balance is not None and self.training else None

@@ -44,3 +44,12 @@ def build_head(config: DecoderConfig) -> nn.Linear:
     if is_scaled(config):
         return ScaledHead(config)
     return nn.Linear(config.hidden_size, config.vocab_size, bias=config.head_bias)
+
+
+def check_adapter(head: nn.Module) -> None:
+    """Refuse an adapter around a head that scales or caps its logits, since adapters add to its result."""
+    if isinstance(head._modules.get("base_layer"), ScaledHead):
+        raise ValueError(
+            "lm_head scales or caps its logits, and an adapter would be added to them afterwards, unlike merged "
+            "weights: leave lm_head out of target_modules, or train it whole (modules_to_save)"
+        )
