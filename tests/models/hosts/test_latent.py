@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fathom.models.cost import cache_bytes_per_token, flops_per_token, mechanism_cost
 from fathom.models.hosts import latent
 
+from ..test_modeling import lend
 from .cases import LATENT, SHAPE, ours_of, stepwise, theirs_of, tokens
 from .test_hosted_layer import LOOP, MIXER
 from .test_layer_cost import held, model_of
@@ -61,11 +62,15 @@ class Wrapped(nn.Module):
 
 
 @torch.no_grad()
-def test_an_adapter_is_asked_for_what_it_computes():
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_an_adapter_or_an_offloaded_matrix_is_asked_for_what_it_computes(offloaded):
     model, ids = ours_of(theirs_of("deepseek_v3"), **MIXER), tokens()
     whole = model(ids).logits
     for layer in model.model.layers:
-        layer.self_attn.kv_b_proj = Wrapped(layer.self_attn.kv_b_proj)
+        if offloaded:
+            lend(layer.self_attn.kv_b_proj)
+        else:
+            layer.self_attn.kv_b_proj = Wrapped(layer.self_attn.kv_b_proj)
     assert (model(ids).logits - whole).abs().max() <= 1e-5
 
 

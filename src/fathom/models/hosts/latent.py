@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..axes.fields import DecoderConfig
+from ..decoder.loss import is_bare
 from .handover import Handover, KeyValue
 
 
@@ -64,8 +65,8 @@ def absorbed(module: Any, query: Tensor) -> Tensor:
     """The mean query in latent space, [q̄; ρ̄] `[B, 1, T, r + d]`, from all heads' queries `[B, H, T, D]`."""
     plain, rank = module.qk_nope_head_dim, module.kv_lora_rank
     project, heads = module.kv_b_proj, query.shape[1]
-    # an adapter's or a quantised matrix shows itself in what it makes of unit vectors only
-    exact = type(project) is nn.Linear
+    # an adapter's, a quantised or an offloaded matrix shows itself in what it makes of unit vectors only
+    exact = is_bare(project)
     weight = project.weight if exact else project(torch.eye(rank, dtype=query.dtype, device=query.device)).T
     matrices = weight.view(heads, -1, rank)[:, :plain]  # [H, D_nope, r]
     content = torch.einsum("bhtd,hdr->btr", query[..., :plain], matrices) / heads
