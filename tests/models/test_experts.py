@@ -130,3 +130,11 @@ def test_a_family_without_experts_is_no_form_of_them(tmp_path):
 def test_what_is_no_number_of_experts_is_one_line(key, value):
     with pytest.raises(ValueError, match=f"{key}"):
         FathomConfig(**{"experts": 4, key: value})
+
+
+def test_a_mask_of_who_reads_whom_leaves_no_token_out():
+    """Experts are balanced over all tokens then, since such a mask does not say which are padding."""
+    model, ids = build(config_of("vanilla@experts", router_aux_loss_coef=0.01)).train(), tokens(2, 7)
+    causal = torch.ones(7, 7).tril().bool().expand(2, 1, 7, 7)
+    wanted, found = model(ids, labels=ids), model(ids, attention_mask=causal, labels=ids)
+    assert found.aux_losses["router"] > 0 and found.loss.item() == pytest.approx(wanted.loss.item(), abs=1e-5)

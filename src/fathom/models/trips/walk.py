@@ -76,8 +76,11 @@ class Inputs:
 
     @property
     def live(self) -> Tensor | None:
-        """A mask `[B, T]` of the new tokens that are not padding; None without padding."""
-        return None if self.padding is None else self.padding[:, -self.positions.shape[1] :].bool()
+        """A mask `[B, T]` of the new tokens that are not padding; None without padding, or where the caller's mask
+        says only which token reads which."""
+        if not isinstance(self.padding, Tensor) or self.padding.ndim != 2:
+            return None
+        return self.padding[:, -self.positions.shape[1] :].bool()
 
     def columns(self, start: int, stop: int) -> Inputs:
         """The part of these arguments that belongs to the new tokens `[start, stop)`."""
