@@ -41,7 +41,7 @@ import numpy as np
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.layout import RECIPE, RESULT
+from fathom.checkpoints.file_names import RECIPE, RESULT
 from fathom.cli.main import main as fathom
 from fathom.experiments.arms import training_flops
 from fathom.kvcache import METHODS, build_cache, cache_bytes, prefill
@@ -154,7 +154,7 @@ def experiments(folder: Path) -> Found:
     recipe.write_text(json.dumps(base))
     ladder.write_text(json.dumps({**base, "ladder": rules}))
     arms = "vanilla,depth_attention,uniform_depth"
-    with mock.patch("fathom.experiments.schedule.train", planted):
+    with mock.patch("fathom.experiments.scheduler.train", planted):
         words = ["--arms", arms, "--seeds", "4", "--pairs", "0", "--out", str(folder / "compared"), "--json"]
         report = json.loads(run("compare", str(recipe), *words))
         yield "compare: verdict", report["verdict"]

@@ -20,9 +20,9 @@ from unittest import mock
 import numpy as np
 
 from fathom.experiments import scaling
+from fathom.experiments.iteration_worth import Looped, worth
 from fathom.experiments.scaling import DECADE, Rung, agree, horizontal, posterior
 from fathom.experiments.simulation import Truth, simulate
-from fathom.experiments.trips import Looped, worth
 from fathom.report.provenance import provenance
 from fathom.report.statistics import holm
 

@@ -51,8 +51,8 @@ from fathom.corpus.documents import read_lines
 from fathom.corpus.pipeline import build
 from fathom.corpus.publish import SHARD_FOLDER
 from fathom.corpus.recipe import load_corpus_recipe
-from fathom.evaluation.pairs import evaluate_pair, read_benchmarks
 from fathom.evaluation.scoring import EvaluationSettings, run
+from fathom.evaluation.tuned import evaluate_pair, read_benchmarks
 from fathom.recipe import parse_recipe
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fathom.checkpoints.export import export as export
     from fathom.checkpoints.families.layouts import add_family as add_family
     from fathom.checkpoints.open import load as load
-    from fathom.checkpoints.proof import check as check
+    from fathom.checkpoints.same_logits import check as check
     from fathom.corpus.prepare import PrepareOptions as PrepareOptions
     from fathom.corpus.prepare import prepare as prepare
     from fathom.errors import FathomError as FathomError
@@ -53,7 +53,7 @@ _HOMES = {
     "Sampling": "fathom.inference.settings",
     "add_family": "fathom.checkpoints.families.layouts",
     "add_mechanism": "fathom.models",
-    "check": "fathom.checkpoints.proof",
+    "check": "fathom.checkpoints.same_logits",
     "compare": "fathom.experiments.compare",
     "evaluate": "fathom.evaluation.scoring",
     "export": "fathom.checkpoints.export",

@@ -5,7 +5,7 @@ the recipe's folder (`read_values` in `settings.py`).
 
 `settings.py` reads YAML and `key=value` words. Of the folder `training/`, `build.py` decides the size of a
 micro-batch, `optimizer.py` what `optim.only` and `optim.groups` match, `branching.py` what a branch may change besides
-`FREE_ON_RESUME`, and `parallel.py` what `parallel.name` and `train.device` mean. `training/tokenizer.py` refuses a
+`FREE_ON_RESUME`, and `parallel.py` what `parallel.name` and `train.device` mean. `training/same_tokenizer.py` refuses a
 corpus with another tokenizer than the checkpoint's.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fathom import settings
-from fathom.checkpoints.layout import PUZZLE
+from fathom.checkpoints.file_names import PUZZLE
 from fathom.errors import ModelError, SettingsError
 from fathom.settings import (
     Rule,

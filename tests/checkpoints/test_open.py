@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DiffLlamaConfig, DiffLlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.open import multiplies, open_checkpoint
 from fathom.checkpoints.origin import LocalOrigin
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.tensors import open_safetensors
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.cli.main import main
 from fathom.errors import ModelError
 from fathom.models import FathomForCausalLM
@@ -292,7 +292,7 @@ def test_checking_imports_no_torch_model(whole):
     """The check reads names and headers; it is done before transformers is even imported."""
     code = (
         "import sys\n"
-        "from fathom.checkpoints.check import check_checkpoint\n"
+        "from fathom.checkpoints.untrusted import check_checkpoint\n"
         f"check_checkpoint({str(whole)!r}); print('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fathom.checkpoints.export import require_replaceable
-from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.file_names import RECIPE
 from fathom.checkpoints.places import LITTER, Kind, contents, is_file_with, is_page, require_file, require_folder
 from fathom.cli.main import main
 from fathom.corpus.pipeline import RUN, _is_ours

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fathom.checkpoints import proof
+from fathom.checkpoints import same_logits
 from fathom.checkpoints.twin import open_both
 from fathom.cli.main import main
 
@@ -46,8 +46,8 @@ def test_a_difference_is_exit_code_1(
         ours.model.norm.weight.data[0] += 1
         return theirs, ours
 
-    monkeypatch.setattr(proof, "open_both", broken)
-    monkeypatch.setattr(proof, "DTYPES", ("float32",))
+    monkeypatch.setattr(same_logits, "open_both", broken)
+    monkeypatch.setattr(same_logits, "DTYPES", ("float32",))
     code, out, _ = said(tmp_path, capsys)
     assert code == 1 and out.count("DIFFERS") == 5 and "something else than LlamaForCausalLM" in " ".join(out.split())
     code, out, _ = said(tmp_path, capsys, "--json")
@@ -60,7 +60,7 @@ def test_a_difference_is_exit_code_1(
 def test_an_ignored_key_is_one_that_the_class_ignores_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proof, "DTYPES", ("float32",))
+    monkeypatch.setattr(same_logits, "DTYPES", ("float32",))
     keys = {"my_new_switch": 1, "is_causal": False}
     for key in keys:
         code, _, errors = said(tmp_path, capsys, **{key: keys[key]})

@@ -12,7 +12,7 @@ from fathom.corpus.benchmarks import Item, plain
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.stage import Workspace
 from fathom.errors import DataError
-from fathom.evaluation.pairs import read_benchmarks
+from fathom.evaluation.tuned import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
 from tests.corpus.test_leak_rules import around, disguises

@@ -57,7 +57,7 @@ def test_the_printed_comparison_runs(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has the vocabulary of the tried model, and the tried options; layers of that model are not carried over."""
-    monkeypatch.setattr("fathom.experiments.budget._step_seconds", lambda _: 1.0)
+    monkeypatch.setattr("fathom.experiments.dry_run._step_seconds", lambda _: 1.0)
     data = shutil.copytree(corpus, tmp_path / "tried" / "data")
     write_index(data, replace(read_index(data), vocab_size=49152))
     asked = "depth_attention:blend=learned,gates=head+loop:trips=3,prelude=12,coda=10"

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.layout import HEAL
+from fathom.checkpoints.file_names import HEAL
 from fathom.checkpoints.runs import open_source
 from fathom.cli.main import main
 from fathom.deepen import write

@@ -31,8 +31,8 @@ from lm_eval.api.instance import Instance
 from fathom.errors import DataError
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import rows
-from fathom.evaluation.pairs import Quizzed, task_rows
 from fathom.evaluation.tasks import task_manager, task_names
+from fathom.evaluation.tuned import Quizzed, task_rows
 
 SETTINGS = TaskSettings(bootstrap_iters=10)
 ARTICLES = (

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import RECIPE, RESULT
+from fathom.checkpoints.file_names import RECIPE, RESULT
 from fathom.errors import TrainingError
 from fathom.experiments.arms import training_flops
 from fathom.recipe import Recipe, parse_recipe

@@ -20,7 +20,7 @@ from fathom.checkpoints.find import best_run
 from fathom.cli.main import main
 from fathom.data.puzzles import open_data
 from fathom.errors import DataError, SettingsError
-from fathom.experiments import schedule
+from fathom.experiments import scheduler
 from fathom.experiments.arms import arm_recipes, parse_arms, tokens, training_flops
 from fathom.experiments.compare import carry_out, rewrite_report
 from fathom.experiments.compare_page import page, quality_rows, tables
@@ -28,7 +28,7 @@ from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.contrasts import parse_contrasts
 from fathom.experiments.differences import summarize
 from fathom.experiments.plan import Plan, make_plan, read_measured
-from fathom.experiments.team import Team
+from fathom.experiments.workers import Team
 from fathom.models.cost import count_parameters
 from fathom.recipe import Recipe, parse_recipe
 from fathom.report.files import write_json
@@ -87,7 +87,7 @@ def test_everything_is_reported(planted):
 def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
     report, out = planted
     (out / "report.json").unlink()
-    monkeypatch.setattr("fathom.experiments.schedule.train", None)  # nothing may run
+    monkeypatch.setattr("fathom.experiments.scheduler.train", None)  # nothing may run
     again = carry_out(Plan.read(out), out, quiet=True)
     assert replace(again, date="", command="") == replace(report, date="", command="")
 
@@ -172,7 +172,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
         (run / "result.json").unlink()
         (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
-    monkeypatch.setattr("fathom.experiments.schedule.train", None)  # it is not trained for nothing
+    monkeypatch.setattr("fathom.experiments.scheduler.train", None)  # it is not trained for nothing
     report = carry_out(plan, tmp_path / "part", quiet=True)
     assert report.seeds == [0, 2] and [len(arm.runs) for arm in report.arms] == [2, 2, 1]
     assert "better ended" in report.verdict and "without an interval" in report.verdict
@@ -232,7 +232,7 @@ def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str,
 
 
 def _compare(out: Path, method: str) -> None:
-    schedule.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context(method))
+    scheduler.multiprocessing = SimpleNamespace(get_context=lambda _: multiprocessing.get_context(method))
     carry_out(Plan.read(out), out, Team(workers=2), quiet=True)
 
 
@@ -476,7 +476,7 @@ def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
     _, out = planted
     shutil.copytree(out, tmp_path / "copy")
     (tmp_path / "copy" / "report.json").unlink(missing_ok=True)
-    monkeypatch.setattr("fathom.experiments.schedule.train", None)
+    monkeypatch.setattr("fathom.experiments.scheduler.train", None)
     return Plan.read(out), tmp_path / "copy"
 
 

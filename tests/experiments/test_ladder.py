@@ -16,13 +16,13 @@ import pytest
 from fathom.cli.main import main
 from fathom.errors import SettingsError
 from fathom.experiments.arms import training_flops, without_embeddings
-from fathom.experiments.budget import budget
+from fathom.experiments.dry_run import budget
 from fathom.experiments.ladder import add_seeds, climb, rewrite
 from fathom.experiments.ladder_results import ArmRow, LadderReport
 from fathom.experiments.multipliers import _read as read_bytes
 from fathom.experiments.multipliers import verdict
 from fathom.experiments.rungs import LAYERS, Ladder, load_ladder
-from fathom.experiments.schedule import Task
+from fathom.experiments.scheduler import Task
 from fathom.experiments.stages import STAGES, State
 from fathom.experiments.tuning import FLAT
 from fathom.models.cost import count_parameters
@@ -36,8 +36,8 @@ CONTRASTS = "gain=better - again, twice=better + better - vanilla - again"
 
 def planted(monkeypatch: pytest.MonkeyPatch, **what: object) -> Planted:
     trainer = Planted(**what)  # type: ignore[arg-type]
-    monkeypatch.setattr("fathom.experiments.schedule.train", trainer.train)
-    monkeypatch.setattr("fathom.experiments.schedule.tidy", lambda: None)  # no model was made
+    monkeypatch.setattr("fathom.experiments.scheduler.train", trainer.train)
+    monkeypatch.setattr("fathom.experiments.scheduler.tidy", lambda: None)  # no model was made
     return trainer
 
 

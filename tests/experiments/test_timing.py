@@ -10,7 +10,7 @@ import torch
 
 from fathom.evaluation.clock import Clock
 from fathom.experiments.arms import Arm
-from fathom.experiments.budget import _step_seconds
+from fathom.experiments.dry_run import _step_seconds
 from fathom.experiments.timing import cache_growth, interleaved, measure, saved_bytes, step_memory
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe

@@ -22,7 +22,7 @@ from transformers.initialization import no_init_weights
 
 from fathom.models import FathomForCausalLM
 from fathom.models.decoder import loss
-from fathom.models.recurrences import mixture
+from fathom.models.recurrences import vocabulary_mixture
 from fathom.models.trips import flex_reading, slot_table, slots, walk
 from fathom.recipe import Optim
 from fathom.training.build import clip_gradients
@@ -131,7 +131,7 @@ def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_bare(head: Any) -> bool:
         return type(head) is torch.nn.Linear
 
-    for module in (loss, mixture):
+    for module in (loss, vocabulary_mixture):
         monkeypatch.setattr(module, "is_bare", is_bare)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)

@@ -11,8 +11,8 @@ import pytest
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import server
 from fathom.inference.api import ChatBody
+from fathom.inference.grammar_trial import LateError
 from fathom.inference.metrics import exposition
-from fathom.inference.trial import LateError
 from tests.inference.notations import ADD, HERMES, LLAMA, NOW, TOOLS, tool
 from tests.inference.served import in_thread, scripted
 from tests.tiny import export_tiny

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.inference import layout, packed, server
+from fathom.inference import packed, packed_or_plain, server
 from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
 from fathom.lens.look import look
 from tests.inference.served import in_thread
@@ -216,10 +216,12 @@ def test_served_texts_are_the_same(tmp_path, monkeypatch):
     """The engine's thread packs: workers of another thread's would count beside its own."""
     directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
     threads, prompts = [], ["To fathom", "The sailors let", "a", "the depth of a river " * 9]
-    monkeypatch.setattr(layout, "pack", lambda model: threads.append(threading.current_thread().name) or pack(model))
+    monkeypatch.setattr(
+        packed_or_plain, "pack", lambda model: threads.append(threading.current_thread().name) or pack(model)
+    )
     with in_thread(server.Service(*open_checkpoint(directory, "cpu"), "tiny", 1 << 26)) as asked:
         plain = [one.text for one in asked.complete(prompts).choices]
-        assert asked.service.lay_out("packed") == layout.Layout("packed")
+        assert asked.service.lay_out("packed") == packed_or_plain.Layout("packed")
         assert asked.raw("GET", "/health")[1] == {"status": "ok", "weights": "packed", "ratios": {}}
         assert [one.text for one in asked.complete(prompts).choices] == plain and len(set(plain)) == 4
         assert isinstance(asked.service.model.lm_head, PackedLinear) and threads == ["engine"]

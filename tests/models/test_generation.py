@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from fathom.inference.batches import DraftBatch
 from fathom.models import FathomForCausalLM
 from fathom.models.trips import walk
-from fathom.training.gap import _decoded
+from fathom.training.jacobi_gap import _decoded
 
 from .cases import SHAPE, SOLVED, build, config_of, tokens
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.models.recurrences import mixture as module
-from fathom.models.recurrences.mixture import mixture
+from fathom.models.recurrences.vocabulary_mixture import mixture
 
 VOCABULARY, WIDTH = 41, 8
 HOW = [(0, 1.0), (0, 0.7), (2, 1.0), (2, 1.6), (5, 1.0), (VOCABULARY, 1.3)]

@@ -25,7 +25,7 @@ import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
 from fathom.checkpoints.families import gpt_neox
-from fathom.checkpoints.families.tensors import LAYER
+from fathom.checkpoints.families.tensor_names import LAYER
 from fathom.models import FathomConfig, FathomForCausalLM, modeling, sublayers
 from fathom.models.configuration import CHOICES
 from fathom.models.decoder.rotary import signed

@@ -12,7 +12,7 @@ from fathom.models.registry import DEFAULTS, MECHANISMS
 FOLDER = Path(fathom.models.__file__).parent
 NAMES = set(MECHANISMS) - set(DEFAULTS.values())
 OWN = {MECHANISMS[name].build.__module__.rpartition(".")[2] + ".py" for name in NAMES} | {"registry.py"}
-EQUATIONS = ("modeling.py", "schedule.py")
+EQUATIONS = ("modeling.py", "source_layers.py")
 
 
 def mentioned(source):

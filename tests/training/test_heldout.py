@@ -24,8 +24,8 @@ from fathom.models.decoder.loss import CHUNK_ROWS
 from fathom.recipe import Recipe
 from fathom.report.results import restored, to_json
 from fathom.training.estimate import estimate
-from fathom.training.gap import token_losses_and_trips
 from fathom.training.heldout import Tally, decoding_gap, evaluate
+from fathom.training.jacobi_gap import token_losses_and_trips
 from fathom.training.parallel import Ranks
 from fathom.training.results import Evaluation, Score
 from tests.models.cases import with_rounds

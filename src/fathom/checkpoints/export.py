@@ -24,9 +24,17 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from fathom._version import __version__
 from fathom.checkpoints.families import FAMILIES, family_of, native_config, to_theirs, unlike
+from fathom.checkpoints.file_names import (
+    CARD,
+    CONFIG,
+    MODEL,
+    RECIPE,
+    TOKENIZER_CONFIG,
+    TOKENIZER_IDENTITY,
+    TOKENIZER_JSON,
+)
 from fathom.checkpoints.find import Facts
 from fathom.checkpoints.hashes import write_hashes
-from fathom.checkpoints.layout import CARD, CONFIG, MODEL, RECIPE, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.places import is_empty
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation

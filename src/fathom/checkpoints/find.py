@@ -3,7 +3,7 @@
 Only names and reports are read here, no weights, so torch is not imported.
 
 `runs.py` opens the weights of a run's checkpoints, also for `fathom export`. `hub.py` decides which names are the
-Hub's, and `check.py` refuses unsafe files, and links out of a directory.
+Hub's, and `untrusted.py` refuses unsafe files, and links out of a directory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from fathom.checkpoints.file_names import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, run_and_step, step_number
 from fathom.checkpoints.hub import local
-from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, run_and_step, step_number
 from fathom.errors import DataError, ModelError
 from fathom.report.results import read_result
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from pathlib import Path
 
-from fathom.checkpoints.layout import WEIGHT_HASHES
+from fathom.checkpoints.file_names import WEIGHT_HASHES
 from fathom.errors import ModelError
 from fathom.report.files import digest
 

@@ -3,7 +3,7 @@
 HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE apply as in every tool of the Hub. Gated repositories are reported
 here; `find.py` reports a path that is neither a model nor a run nor a comparison.
 
-`check.py` checks the downloaded files. `origin.py` reads single tensors of a repository by HTTP range requests, for
+`untrusted.py` checks the downloaded files. `origin.py` reads single tensors of a repository by HTTP range requests, for
 `fathom lineage`.
 """
 

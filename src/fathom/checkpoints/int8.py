@@ -6,8 +6,8 @@ which FBGEMM, a part of torch, computes; the sums are exact. So a token's produc
 the bit, however many others there are in a batch. FBGEMM would take one scale for all rows of a product: rows are
 scaled before, and a row with the ends of the range stands below them.
 
-`quantise` says which layers keep their dtype. `open.py` calls it for `--weights int8`, and `inference/layout.py`
-refuses eight bits for a server on which they are slower.
+`quantise` says which layers keep their dtype. `open.py` calls it for `--weights int8`, and
+`inference/packed_or_plain.py` refuses eight bits for a server on which they are slower.
 """
 
 from __future__ import annotations

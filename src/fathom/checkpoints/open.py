@@ -1,7 +1,7 @@
 """Open a checkpoint: check its directory, then load model and tokenizer, ready for use.
 
 `hub.py` decides whether a name is a path or a repository, `find.py` finds the model of a run or a comparison, and
-`check.py` refuses unsafe directories. `families/keys.py` refuses unknown keys of a `config.json`, unless the caller
+`untrusted.py` refuses unsafe directories. `families/keys.py` refuses unknown keys of a `config.json`, unless the caller
 names them in `ignore_keys`; `families/family.py` (`kept`) decides which `attn_implementation` is followed.
 `models/loading.py` refuses missing, unknown or misshapen tensors, and `hashes.py` warns of changed weights. Values that
 transformers cannot use become one-line errors here (`_in_one_line`).
@@ -23,7 +23,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
-from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
@@ -32,6 +31,7 @@ from fathom.checkpoints.hub import local
 from fathom.checkpoints.int8 import WEIGHTS, quantise
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.errors import FathomError, ModelError, SettingsError
 from fathom.models.loading import without_report
 

@@ -1,8 +1,8 @@
 """Check output paths: a folder must not hold another command's output, a file must be new or of the kind to be
 written.
 
-`export.py` (`require_replaceable`) decides which directory an export may replace. `find.py` and `check.py` check models
-that are read.
+`export.py` (`require_replaceable`) decides which directory an export may replace. `find.py` and `untrusted.py` check
+models that are read.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
-from fathom.checkpoints.layout import (
+from fathom.checkpoints.file_names import (
     ADAPTER_CONFIG,
     CONFIG,
     HISTORY,

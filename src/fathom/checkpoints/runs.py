@@ -25,8 +25,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families import known
+from fathom.checkpoints.file_names import (
+    CONFIG,
+    MANIFEST,
+    RECIPE,
+    RESULT,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    run_and_step,
+    step_name,
+)
 from fathom.checkpoints.find import (
     Facts,
     best_run,
@@ -38,17 +47,8 @@ from fathom.checkpoints.find import (
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.hub import local, repository
-from fathom.checkpoints.layout import (
-    CONFIG,
-    MANIFEST,
-    RECIPE,
-    RESULT,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    run_and_step,
-    step_name,
-)
 from fathom.checkpoints.tokenizers import open_tokenizer
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.errors import FathomError, ModelError, TrainingError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loading import differing, kept_buffers, require_shapes

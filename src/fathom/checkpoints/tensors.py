@@ -3,7 +3,7 @@
 The safetensors format is eight bytes of little-endian header length, a JSON header `{name: dtype, shape,
 data_offsets}`, then the raw numbers. Everything in a header is checked before any data is read.
 
-`is_pickle` says which formats may hold a pickle. `check.py` decides which files of a directory are refused.
+`is_pickle` says which formats may hold a pickle. `untrusted.py` decides which files of a directory are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 
-from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
+from fathom.checkpoints.file_names import INDEX, INDEX_SUFFIX, WEIGHTS
 from fathom.checkpoints.origin import Origin, parse_json, read_json, safe_name
 from fathom.errors import ModelError
 

@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom.checkpoints.layout import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON, VOCABULARY
+from fathom.checkpoints.file_names import (
+    QWEN_TIKTOKEN,
+    SENTENCEPIECE_MODEL,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    VOCABULARY,
+)
 from fathom.errors import ModelError
 
 if TYPE_CHECKING:

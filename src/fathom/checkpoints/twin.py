@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, LogitsProcessor, Pr
 from transformers.utils import logging
 
 from fathom.checkpoints.families.family import Values
-from fathom.checkpoints.layout import CONFIG
+from fathom.checkpoints.file_names import CONFIG
 from fathom.checkpoints.shrink import read_as_class
 from fathom.models import FathomForCausalLM
 from fathom.models.axes.cache_name import passed

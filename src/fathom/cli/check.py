@@ -11,7 +11,7 @@ from fathom.report.results import to_json
 from fathom.report.tables import PlainTable, line_width, print_report
 
 if TYPE_CHECKING:
-    from fathom.checkpoints.proof import Check, Comparison
+    from fathom.checkpoints.same_logits import Check, Comparison
 
 MORE = """
 Both open a small copy of config.json with the same random weights, and run the
@@ -39,7 +39,7 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Print the comparisons of the two models' logits; return exit code 1 if any of them disagrees, else 0."""
-    from fathom.checkpoints.proof import check
+    from fathom.checkpoints.same_logits import check
 
     found = check(options.model, options.ignore_keys)
     if options.json:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.checkpoints.layout import PAGE, REPORT
+from fathom.checkpoints.file_names import PAGE, REPORT
 from fathom.cli.paper import refuse_tables_options
 from fathom.cli.paper import run as run_table
 from fathom.cli.parser import Parser, add_recipe, add_running, refuse
@@ -94,11 +94,11 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Plan the comparison, train the runs that are missing, and print the result. The directory of a comparison,
     instead of a recipe, resumes it."""
-    from fathom.experiments.budget import comparison_budget, comparison_rows
     from fathom.experiments.compare import carry_out, rewrite_report, slurm_script
     from fathom.experiments.compare_page import tables
+    from fathom.experiments.dry_run import comparison_budget, comparison_rows
     from fathom.experiments.plan import Plan, check, make_plan
-    from fathom.experiments.schedule import check_processes, is_first
+    from fathom.experiments.scheduler import check_processes, is_first
     from fathom.settings import kind_of, read_values
 
     check_processes("compare", options.workers, options.threads)

@@ -1,6 +1,6 @@
 """`fathom evaluate tuned BASE TUNED --benchmark DIR`.
 
-`evaluation/pairs.py` reads the questions, asks them and judges; `pair_page.py` next to it makes the table,
+`evaluation/tuned.py` reads the questions, asks them and judges; `tuned_page.py` next to it makes the table,
 `report.html` and `card.md`.
 """
 
@@ -38,9 +38,9 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Score, store, print."""
-    from fathom.evaluation.pair_page import show
-    from fathom.evaluation.pairs import evaluate_pair
     from fathom.evaluation.scoring import EvaluationSettings
+    from fathom.evaluation.tuned import evaluate_pair
+    from fathom.evaluation.tuned_page import show
     from fathom.kernels import use
 
     use(options.kernels, options.device)

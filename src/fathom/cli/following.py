@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import CHAT_TEMPLATE, HEAL, PUZZLE, TOKENIZER_CONFIG
+from fathom.checkpoints.file_names import CHAT_TEMPLATE, HEAL, PUZZLE, TOKENIZER_CONFIG
 from fathom.settings import assignment
 
 if TYPE_CHECKING:

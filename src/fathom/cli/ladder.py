@@ -1,7 +1,7 @@
 """`fathom ladder LADDER.yaml --arms vanilla,depth_attention --out DIR [key=value ...]`, or `fathom ladder DIR`.
 
 `experiments/ladder.py` runs the stages, and names the files that do the parts. Next to it, `rungs.py` decides sizes,
-recipes, seeds and which arms are refused, `budget.py` is the dry run, `stages.py` decides the next runs and seals the
+recipes, seeds and which arms are refused, `dry_run.py` is the dry run, `stages.py` decides the next runs and seals the
 prediction, `tuning.py` finds the best learning rate, and `multipliers.py` computes the report and its verdict.
 """
 
@@ -11,7 +11,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.checkpoints.layout import PAGE, REPORT
+from fathom.checkpoints.file_names import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe, add_running
 from fathom.cli.team import recipe_words, refuse_unless_slurm, team_of
 from fathom.errors import SettingsError
@@ -70,11 +70,11 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Plan the ladder, train the runs that are missing, and print the result. The directory of a ladder, instead of a
     file, resumes it."""
-    from fathom.experiments.budget import budget, budget_rows
+    from fathom.experiments.dry_run import budget, budget_rows
     from fathom.experiments.ladder import add_seeds, climb, rewrite, slurm_script
     from fathom.experiments.ladder_page import tables
     from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
-    from fathom.experiments.schedule import check_processes
+    from fathom.experiments.scheduler import check_processes
     from fathom.report.files import asdict
     from fathom.report.tables import print_report
 

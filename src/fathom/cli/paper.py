@@ -30,7 +30,7 @@ def run(options: Namespace, source: Path) -> int:
     from fathom.experiments.compare import slurm_script
     from fathom.experiments.paper import load_table, planned, with_seeds
     from fathom.experiments.paper_table import make_table, plan_rows, table_rows, verdict
-    from fathom.experiments.schedule import is_first
+    from fathom.experiments.scheduler import is_first
 
     why = f"has no meaning with {source}: a paper's table has its own arms and budget; name its recipe to plan others"
     refuse(options.given, NOT_HERE, why)

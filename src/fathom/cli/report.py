@@ -9,7 +9,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import LADDER, PLAN, RECIPE
+from fathom.checkpoints.file_names import LADDER, PLAN, RECIPE
 from fathom.checkpoints.places import is_page, require_file
 from fathom.cli.following import using
 from fathom.cli.parser import Parser

@@ -3,7 +3,7 @@
 `inference/launch.py` starts and stops the server, decides what SIGTERM and a failure of the engine do, and has the
 default of `--prefix-memory`. Next to it, `server.py` has the routes, `gate.py` checks keys and limits, `access_log.py`
 writes the log, `engine.py` runs the requests, `cache_memory.py` has the default of `--cache-memory`, `drafting.py`
-decides when to draft, and `layout.py` whether weights are packed. `checkpoints/open.py` opens the model.
+decides when to draft, and `packed_or_plain.py` whether weights are packed. `checkpoints/open.py` opens the model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`--workers`, `--threads`, `--executor` and `executor.KEY=value` of a comparison or a ladder.
 
-`experiments/schedule.py` starts the workers, `corpus/remote.py` those on Slurm or Ray. `experiments/task_claims.py`
+`experiments/scheduler.py` starts the workers, `corpus/remote.py` those on Slurm or Ray. `experiments/task_claims.py`
 decides when a worker takes over a run.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fathom.cli.parser import refuse
 from fathom.corpus.recipe import Executor
-from fathom.experiments.team import Team
+from fathom.experiments.workers import Team
 from fathom.settings import fill, overridden
 
 PREFIX = "executor."

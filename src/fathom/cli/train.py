@@ -1,9 +1,10 @@
 """`fathom train RECIPE [key=value ...]`, or resume a run, or branch it.
 
 The exit code of a stopped run is set here. In `training/`, `loop.py` resumes a run, handles signals and refuses a run
-of another recipe, `build.py` makes the steps, `first.py` checks the first ones of a run that continues a checkpoint,
-`branching.py` decides what a branch may change, `parallel.py` chooses device and strategy, `tokenizer.py` refuses a
-corpus whose tokenizer is not the checkpoint's, and `probe.py` reports a probe of learning rates.
+of another recipe, `build.py` makes the steps, `first_steps.py` checks the first ones of a run that continues a
+checkpoint, `branching.py` decides what a branch may change, `parallel.py` chooses device and strategy,
+`same_tokenizer.py` refuses a corpus whose tokenizer is not the checkpoint's, and `probe.py` reports a probe of learning
+rates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.file_names import RECIPE
 from fathom.cli.following import after_train, following
 from fathom.cli.parser import Parser, add_recipe
 from fathom.errors import SettingsError

@@ -1,7 +1,7 @@
 """Benchmarks: reads items in several file formats, and checks a benchmark for faults of its own.
 
 `contamination.py` lists the faults and marks `dirty` items; `publish.py` puts both into `benchmark/`. `leak_rules.py`
-leaves out labels that several questions share, and says which questions are too short to find. `evaluation/pairs.py`
+leaves out labels that several questions share, and says which questions are too short to find. `evaluation/tuned.py`
 asks models the questions. Outside the package, `benchmarks/expert.py` makes questions from documents.
 """
 

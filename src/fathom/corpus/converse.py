@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import TOKENIZER_CONFIG
+from fathom.checkpoints.file_names import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.counts import REASONS
 from fathom.corpus.documents import Document, write_lines

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fathom.checkpoints.layout import PLAN
+from fathom.checkpoints.file_names import PLAN
 from fathom.corpus.children import ask, started
 from fathom.corpus.recipe import Executor
 from fathom.corpus.remote import require_scheduler, schedule

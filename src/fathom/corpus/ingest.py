@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.file_names import RECIPE
 from fathom.corpus.conversations import contents, messages_of, pair_of
 from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
 from fathom.corpus.extraction import FAILURES, PAIR, POSSIBLE_NOTES, Extracted, IngestValues, Status

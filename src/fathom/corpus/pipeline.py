@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import PLAN, RECIPE
+from fathom.checkpoints.file_names import PLAN, RECIPE
 from fathom.checkpoints.places import LITTER, contents
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
+from fathom.checkpoints.file_names import TOKENIZER, TOKENIZER_JSON
 from fathom.corpus.documents import PART_BYTES, Document, PartWriter, read_part
 from fathom.corpus.stage import Input, StageOf, Task, grouped
 from fathom.corpus.tokens import FACTS, SHARDS, TextEncoder, write_shards

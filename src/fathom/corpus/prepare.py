@@ -25,7 +25,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import TOKENIZER
+from fathom.checkpoints.file_names import TOKENIZER
 from fathom.corpus.documents import read_part
 from fathom.corpus.executor import executing
 from fathom.corpus.pipeline import carry_out

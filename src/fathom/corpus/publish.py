@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
+from fathom.checkpoints.file_names import TOKENIZER, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.stage import Workspace

@@ -25,7 +25,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from fathom.checkpoints.layout import MANIFEST
+from fathom.checkpoints.file_names import MANIFEST
 from fathom.checkpoints.places import contents
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.errors import DataError

@@ -18,7 +18,7 @@ from typing import cast
 
 import numpy as np
 
-from fathom.checkpoints.layout import TOKENIZER_JSON
+from fathom.checkpoints.file_names import TOKENIZER_JSON
 from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts, part_task, parts_of
 from fathom.corpus.stage import Input, Stage, Task, Workspace, grouped

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
-from fathom.checkpoints.layout import PLAN
+from fathom.checkpoints.file_names import PLAN
 from fathom.corpus.children import answering
 from fathom.corpus.stage import StageOf, Task, WorkspaceOf, perform, stage_folder
 from fathom.corpus.stages import STAGES

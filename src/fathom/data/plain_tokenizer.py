@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom.checkpoints.layout import TOKENIZER_CONFIG, TOKENIZER_JSON
+from fathom.checkpoints.file_names import TOKENIZER_CONFIG, TOKENIZER_JSON
 from fathom.errors import DataError
 
 if TYPE_CHECKING:

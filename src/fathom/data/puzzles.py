@@ -31,7 +31,7 @@ from urllib.parse import parse_qsl
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.checkpoints.layout import PUZZLE
+from fathom.checkpoints.file_names import PUZZLE
 from fathom.data.collections import locate, open_mixture
 from fathom.data.shards import NoCorpus, TokenDataset, read_index
 from fathom.data.targets import TargetDataset

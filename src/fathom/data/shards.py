@@ -34,7 +34,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.checkpoints.layout import TOKENIZER
+from fathom.checkpoints.file_names import TOKENIZER
 from fathom.errors import DataError
 from fathom.report.files import asdict, write_json
 from fathom.report.progress import ProgressBar

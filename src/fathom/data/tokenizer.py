@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Union
 
-from fathom.checkpoints.layout import TOKENIZER_CONFIG
+from fathom.checkpoints.file_names import TOKENIZER_CONFIG
 from fathom.checkpoints.tokenizers import missing, what_lacks
 from fathom.data.plain_tokenizer import PlainTokenizer
 from fathom.data.shards import TOKENIZER, file_crc32, first_line

@@ -35,7 +35,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from fathom.checkpoints.export import export, require_replaceable
-from fathom.checkpoints.layout import EXITS, MODEL
+from fathom.checkpoints.file_names import EXITS, MODEL
 from fathom.checkpoints.runs import open_source
 from fathom.deepen.spans import Document, read_documents
 from fathom.deepen.write import deeper_model

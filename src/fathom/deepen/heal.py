@@ -15,8 +15,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from fathom.checkpoints.file_names import HEAL
 from fathom.checkpoints.hub import repository
-from fathom.checkpoints.layout import HEAL
 from fathom.deepen.request import Request
 from fathom.errors import SettingsError
 from fathom.models.axes.gates import LEARNED

@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-ignore]
 
+from fathom.checkpoints.file_names import HEAL
 from fathom.checkpoints.hub import repository
-from fathom.checkpoints.layout import HEAL
 from fathom.checkpoints.places import is_empty
 from fathom.corpus.prepare import check_inputs, prepare
 from fathom.data.shards import INDEX

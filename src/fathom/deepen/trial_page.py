@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fathom.checkpoints.layout import RECIPE
+from fathom.checkpoints.file_names import RECIPE
 from fathom.deepen.trial import Finding
 from fathom.evaluation.results import ScoresReport
 from fathom.report import REPORT, html

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.checkpoints.export import export, require_replaceable
+from fathom.checkpoints.file_names import CONFIG, HEAL, MODEL
 from fathom.checkpoints.from_gguf import is_gguf
 from fathom.checkpoints.hub import repository
-from fathom.checkpoints.layout import CONFIG, HEAL, MODEL
 from fathom.checkpoints.runs import Opened, open_decoder, open_source, read_config
 from fathom.deepen.heal import Healing, Road, heal_recipe
 from fathom.deepen.request import Request

@@ -6,6 +6,6 @@
 - `perplexity.py`: texts, domains, windows, the start token, loss by context; a sample that is also decoded.
 - `paired.py`: differences, intervals, clusters, `skewed`. `scores_page.py`: tables. `results.py`: `report.json`.
 - `samples.py`: `fathom evaluate samples`. `deepened.py`: `fathom evaluate deepened`.
-- `pairs.py`, `pair_page.py`, `origin.py`: `fathom evaluate tuned`. `caches/`: `fathom evaluate caches`.
+- `tuned.py`, `tuned_page.py`, `tuned_origin.py`: `fathom evaluate tuned`. `caches/`: `fathom evaluate caches`.
 - `clock.py`: time on a device.
 """

@@ -1,6 +1,6 @@
 """A clock for work on a device.
 
-It times training steps (`timing.py` and `budget.py` in `experiments`) and decoding (`deepened.py` and `caches/`).
+It times training steps (`timing.py` and `dry_run.py` in `experiments`) and decoding (`deepened.py` and `caches/`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ p-value. If a few of them decide the difference, because they are long or differ
 `rows` adjusts all differences as one family. `report/statistics.py` has the intervals and Holm's adjustment.
 `results.py` formats a difference, with × for a ratio and an asterisk if it is significant, and `scores_page.py` warns
 of few documents (`skewed`). `deepened.py` counts differences below 0.005 bits per byte as none. `fathom evaluate tuned`
-judges by other tests (`pairs.py`).
+judges by other tests (`tuned.py`).
 """
 
 from __future__ import annotations

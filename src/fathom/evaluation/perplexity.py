@@ -8,7 +8,7 @@ and the end of a document is not predicted, because it has no bytes.
 
 `data/sources.py` reads files of text, and `data/shards.py` prepared corpora. `scoring.py` chooses the default context,
 and `paired.py` computes differences. Here a sample of windows is drawn for a model that reads text in Jacobi rounds;
-`training/gap.py` decodes it too.
+`training/jacobi_gap.py` decodes it too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fathom.checkpoints.layout import TOKENIZER_JSON
+from fathom.checkpoints.file_names import TOKENIZER_JSON
 from fathom.checkpoints.special_tokens import unknown_token
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, split_name
@@ -37,7 +37,7 @@ from fathom.evaluation.paired import Items
 from fathom.evaluation.results import PlaceLoss, TextScore
 from fathom.iterations import counting
 from fathom.report.progress import ProgressBar
-from fathom.training.gap import SAMPLE, WINDOWS, Row, Sample, read_both_ways
+from fathom.training.jacobi_gap import SAMPLE, WINDOWS, Row, Sample, read_both_ways
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """The schema of `report.json` of `fathom evaluate`: for scores, and for a pair on a benchmark.
 
-For scores, `paired.py` computes the differences and decides which are `skewed`. `pairs.py` makes the report on a pair.
+For scores, `paired.py` computes the differences and decides which are `skewed`. `tuned.py` makes the report on a pair.
 """
 
 from __future__ import annotations

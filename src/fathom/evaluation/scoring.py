@@ -2,7 +2,7 @@
 
 `tasks.py` finds tasks and their documents, `harness.py` runs lm-eval and keeps the metrics that can be paired,
 `perplexity.py` reads texts and cuts them into windows, `paired.py` computes differences and intervals, and
-`scores_page.py` makes tables and notes. `training/gap.py` compares Jacobi rounds with decoding, and
+`scores_page.py` makes tables and notes. `training/jacobi_gap.py` compares Jacobi rounds with decoding, and
 `kvcache/policy.py` puts a cache into a model while it reads tasks.
 """
 
@@ -25,12 +25,12 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom._version import __version__
-from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.file_names import CONFIG, GENERATION_CONFIG, PAGE
 from fathom.checkpoints.find import find_model, name_of
 from fathom.checkpoints.int8 import WEIGHTS
-from fathom.checkpoints.layout import CONFIG, GENERATION_CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.places import require_folder
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.data.sources import CLUSTER, Reading
 from fathom.errors import FathomError, ModelError, SettingsError, to_install
 from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
@@ -49,7 +49,7 @@ from fathom.report.files import asdict, read_json, write_json
 from fathom.report.provenance import provenance
 from fathom.report.results import restored
 from fathom.report.tables import line_width, terminal_table
-from fathom.training.gap import Sample, gap_of
+from fathom.training.jacobi_gap import Sample, gap_of
 from fathom.training.results import DecodingGap
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see d
 
 Each file may be compressed (`.xz`, `.gz`, `.bz2` or `.zst`). Fields have the data set's names.
 
-`harness.py` runs the tasks, and refuses few-shot prompts for which the folder has no examples. `pairs.py` reads the
+`harness.py` runs the tasks, and refuses few-shot prompts for which the folder has no examples. `tuned.py` reads the
 questions of a `--benchmark` directory.
 """
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from fathom.data.puzzles import is_puzzle, open_puzzle
 from fathom.experiments.ladder_results import PuzzleResult, PuzzleRow, PuzzleShares, Sooner
-from fathom.experiments.schedule import Task
+from fathom.experiments.scheduler import Task
 from fathom.experiments.stages import State
 from fathom.report.statistics import holm, wilson
 from fathom.training import read_metrics

@@ -10,7 +10,7 @@ Initial values are shared because each module draws from a generator seeded with
 `timing.measure` counts the tensors for which that holds, and the report prints the count.
 
 `plan.py` refuses a directory with runs of another recipe. `arms.py` decides each arm's steps and what it may
-override. `schedule.py` runs the tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over.
+override. `scheduler.py` runs the tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over.
 `training/heldout.py` scores all models on the same tokens. `differences.py` computes the report and its verdict, and
 decides whether the report is exploratory (`plan_changed`); `report/statistics.py` decides what is significant.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import PLAN, REPORT
+from fathom.checkpoints.file_names import PLAN, REPORT
 from fathom.checkpoints.places import require_folder
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Equal
@@ -28,7 +28,7 @@ from fathom.experiments.compare_page import page
 from fathom.experiments.compare_results import ComparisonReport
 from fathom.experiments.differences import plan_changed, summarize
 from fathom.experiments.plan import Plan, check_machine, make_plan, plan_file
-from fathom.experiments.schedule import (
+from fathom.experiments.scheduler import (
     Task,
     carry_through,
     check_processes,
@@ -39,7 +39,7 @@ from fathom.experiments.schedule import (
     work_off,
 )
 from fathom.experiments.task_claims import Claim
-from fathom.experiments.team import ALONE, Team
+from fathom.experiments.workers import ALONE, Team
 from fathom.recipe import Recipe, load_recipe
 from fathom.report import html
 from fathom.report.files import write_json

@@ -5,8 +5,8 @@
 `compare_runs` decides which differences are one family: those of the final loss, and contrasts. `report/statistics.py`
 adjusts them, and decides when a difference is significant and when it has no p-value.
 
-`training/heldout.py` measures losses, iterations per token and their rank correlation, and `training/gap.py` the gap of
-Jacobi rounds. `timing.py` measures costs; `models/cost.py` calculates parameters, FLOPs and the cache.
+`training/heldout.py` measures losses, iterations per token and their rank correlation, and `training/jacobi_gap.py` the
+gap of Jacobi rounds. `timing.py` measures costs; `models/cost.py` calculates parameters, FLOPs and the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT
+from fathom.checkpoints.file_names import LADDER, MACHINE, PAGE, REPORT
 from fathom.experiments.arms import Arm, tokens, training_flops
 from fathom.experiments.compare_results import (
     ArmResult,

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS, LADDER, REPORT, RESULT
+from fathom.checkpoints.file_names import ARMS, LADDER, REPORT, RESULT
 from fathom.checkpoints.places import require_folder
 from fathom.errors import SettingsError
 from fathom.experiments.compare import rewrite_report
@@ -32,10 +32,10 @@ from fathom.experiments.ladder_results import LadderReport
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import check_machine
 from fathom.experiments.rungs import RUNGS, Ladder
-from fathom.experiments.schedule import Task, carry_through, check_processes, forget_failures, script, work_off
+from fathom.experiments.scheduler import Task, carry_through, check_processes, forget_failures, script, work_off
 from fathom.experiments.stages import STAGES, State
 from fathom.experiments.task_claims import Claim
-from fathom.experiments.team import ALONE, Team
+from fathom.experiments.workers import ALONE, Team
 from fathom.report.provenance import Provenance, provenance, recorded
 
 

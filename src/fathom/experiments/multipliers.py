@@ -1,6 +1,6 @@
 """Computes the numbers and the verdict of a ladder from its runs.
 
-`scaling.py` estimates the multiplier and `trips.py` φ. `acquisition.py` judges puzzles. `stages.py` makes the
+`scaling.py` estimates the multiplier and `iteration_worth.py` φ. `acquisition.py` judges puzzles. `stages.py` makes the
 prediction and the runs at half and twice the learning rate.
 
 If seeds were added after results, no multiplier, difference or contrast counts as significant; otherwise their tests
@@ -24,6 +24,7 @@ from fathom.experiments.acquisition import puzzle_result, puzzle_words
 from fathom.experiments.arms import Arm, tokens, without_embeddings
 from fathom.experiments.compare_results import TimeRatio
 from fathom.experiments.contrasts import Contrast, sentence
+from fathom.experiments.iteration_worth import Looped, worth
 from fathom.experiments.ladder_results import (
     ArmRow,
     Cell,
@@ -61,7 +62,6 @@ from fathom.experiments.scaling import (
     horizontal,
 )
 from fathom.experiments.stages import SURE, State, beyond, finite_losses
-from fathom.experiments.trips import Looped, worth
 from fathom.experiments.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS
+from fathom.checkpoints.file_names import ARMS
 from fathom.checkpoints.places import require_folder
 from fathom.errors import FathomError
 from fathom.evaluation.scoring import EvaluationSettings, evaluate
@@ -27,8 +27,8 @@ from fathom.experiments.compare import carry_out
 from fathom.experiments.compare_results import ArmResult, ComparisonReport
 from fathom.experiments.paper import PaperPlan, PaperTable
 from fathom.experiments.plan import Plan, check
-from fathom.experiments.schedule import is_first
-from fathom.experiments.team import ALONE, Team
+from fathom.experiments.scheduler import is_first
+from fathom.experiments.workers import ALONE, Team
 from fathom.report.files import write_json
 from fathom.report.tables import PlainTable
 

@@ -12,14 +12,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
-from fathom.checkpoints.layout import ARMS, MEASURED, PLAN, RECIPE
+from fathom.checkpoints.file_names import ARMS, MEASURED, PLAN, RECIPE
 from fathom.checkpoints.places import require_folder
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.experiments.compare_results import Measured, Measurement
 from fathom.experiments.contrasts import Contrast, parse_contrasts
-from fathom.experiments.schedule import Task, one_thread
+from fathom.experiments.scheduler import Task, one_thread
 from fathom.experiments.task_claims import Claim
 from fathom.experiments.timing import measure
 from fathom.recipe import Recipe, differences, load_recipe, parse_recipe

@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
 
+from fathom.checkpoints.file_names import METRICS, RECIPE, RESULT, WEIGHT_HASHES
 from fathom.checkpoints.find import finished_model
-from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, WEIGHT_HASHES
 from fathom.errors import SettingsError
 from fathom.recipe import Distill, Recipe, differences, load_recipe, values_of
 from fathom.report import html

@@ -18,7 +18,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from fathom.checkpoints.layout import LADDER
+from fathom.checkpoints.file_names import LADDER
 from fathom.checkpoints.places import require_folder
 from fathom.data.puzzles import open_data
 from fathom.errors import SettingsError

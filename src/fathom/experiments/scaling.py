@@ -12,7 +12,7 @@ weighted line through the horizontal distances, with Student's t.
 
 Losses are in nats; x is the natural logarithm of training FLOPs. Results depend on the losses alone.
 
-Loop iterations have a law of their own, with the exponent φ: `trips.py`.
+Loop iterations have a law of their own, with the exponent φ: `iteration_worth.py`.
 
 `multipliers.py` writes the verdict: it decides what is significant, and which extrapolations are withheld.
 `simulation.py` simulates ladders whose true M is known.

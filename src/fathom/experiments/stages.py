@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-from fathom.checkpoints.layout import PLAN, RESULT
+from fathom.checkpoints.file_names import PLAN, RESULT
 from fathom.data.puzzles import is_puzzle
 from fathom.errors import SettingsError
 from fathom.experiments.arms import Arm
@@ -38,7 +38,7 @@ from fathom.experiments.rungs import (
     sha256_of,
 )
 from fathom.experiments.scaling import DECADE, ESTIMATOR, Posterior, Rung, fitted
-from fathom.experiments.schedule import Task
+from fathom.experiments.scheduler import Task
 from fathom.experiments.tuning import LEARNED, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe
 from fathom.report.files import asdict, digest, read_json, write_json

@@ -4,7 +4,7 @@ worker was faster, also on network file systems. Nothing is ever deleted, so no 
 next number. A holder touches its file while it runs. If its process has ended, or the file was not touched for a while,
 another worker may take over.
 
-`schedule.py` takes the claims.
+`scheduler.py` takes the claims.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ All three commands:
 - `server.py` has the routes, except the lens's (`lens/live.py`); `api.py`, `api_structure.py` and `api_responses.py`
   read requests; `answers.py` and `responses.py` write answers; `page.py` and `talk/` are the chat page; `metrics.py`
   and `histogram.py` are `/metrics`.
-- `engine.py` runs requests: `schedule.py` orders prompts, `batches.py` has the caches, `by_rows.py` keeps sequences
-  independent with 8-bit weights, `sampling.py` and `draws.py` choose tokens, `drafting.py` decides when to draft,
-  `prefixes.py` is the prefix cache, `cache_memory.py` the default memory, `background.py` runs the lens between tokens.
-- `shape.py`, `grammar.py`, `structure.py` and `trial.py` are structured output; `tools.py` is tool calls, `thoughts.py`
-  reasoning; `tokenising.py` has the threads that prepare requests.
-- `layout.py`, `packed.py` and `huge_pages.py` decide how weights are stored.
+- `engine.py` runs requests: `reading_order.py` orders prompts, `batches.py` has the caches, `by_rows.py` keeps
+  sequences independent with 8-bit weights, `sampling.py` and `draws.py` choose tokens, `drafting.py` decides when to
+  draft, `prefixes.py` is the prefix cache, `cache_memory.py` the default memory, `background.py` runs the lens between
+  tokens.
+- `shape.py`, `grammar.py`, `structure.py` and `grammar_trial.py` are structured output; `tools.py` is tool calls,
+  `thoughts.py` reasoning; `tokenising.py` has the threads that prepare requests.
+- `packed_or_plain.py`, `packed.py` and `huge_pages.py` decide how weights are stored.
 - `vllm_plugin.py` and `vllm_model.py` are for vLLM, which uses none of the files above.
 """

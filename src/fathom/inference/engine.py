@@ -1,14 +1,14 @@
 """The engine's thread, which generates text: requests join and leave running batches between tokens.
 
-It alternates between reading a chunk of waiting prompts (`schedule.py`), short ones several at once where the batch
-can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long as the
-longest may become, fits into the budget, so no text that runs is stopped for another. A request that can never fit is
-refused. Nothing here knows text or HTTP.
+It alternates between reading a chunk of waiting prompts (`reading_order.py`), short ones several at once where the
+batch can, and making one token for every row. A prompt is admitted when the cache of its batch, with all rows as long
+as the longest may become, fits into the budget, so no text that runs is stopped for another. A request that can never
+fit is refused. Nothing here knows text or HTTP.
 
 An idle engine holds no cache but the prefix cache. If one batch fails, only its requests end (`_guarded`). If the
-thread itself fails, all requests end, `server.py` answers 503, and `launch.py` ends the process.
-`schedule.py` decides which prompt is read next and how much of it, `drafting.py` whether to draft, `sampling.py` which
-token follows, `prefixes.py` what later prompts reuse, and `batches.py` which models read a whole prompt at once.
+thread itself fails, all requests end, `server.py` answers 503, and `launch.py` ends the process. `reading_order.py`
+decides which prompt is read next and how much of it, `drafting.py` whether to draft, `sampling.py` which token follows,
+`prefixes.py` what later prompts reuse, and `batches.py` which models read a whole prompt at once.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ from fathom.inference.histogram import Histogram
 from fathom.inference.positions import depends_on_company
 from fathom.inference.prefixes import LEAST as SHORTEST
 from fathom.inference.prefixes import NOTHING, Found, Kept, Prefixes
-from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
-from fathom.inference.schedule import (
+from fathom.inference.reading_order import (
     FIRST_PART,
     LEAST,
     chunk,
@@ -63,6 +62,7 @@ from fathom.inference.schedule import (
     rest,
     taken,
 )
+from fathom.inference.sampling import NO_NUMBERS, Choice, finite, likeliest
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 

@@ -3,8 +3,8 @@
 No grammar forces a canonical tokenisation. llguidance would then tokenise forced text by itself, so `<|im_end|>` in an
 enum would become the token that ends texts, and a pattern that forces a million letters would be parsed at once.
 
-`structure.py` computes from a grammar which tokens may come next. `trial.py` limits the time and memory of compiling
-it. `shape.py` names the request's field of a grammar that is refused.
+`structure.py` computes from a grammar which tokens may come next. `grammar_trial.py` limits the time and memory of
+compiling it. `shape.py` names the request's field of a grammar that is refused.
 """
 
 from __future__ import annotations

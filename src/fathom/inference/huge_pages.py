@@ -5,7 +5,7 @@ stops there; in pages of 2 MiB a token takes several hundredths less time. An al
 variable was set before the process started, so the pages are exchanged afterwards: those of packed and 8-bit weights,
 which are the process's own memory. Other weights stay in the pages of their file.
 
-`launch.py` calls `exchange` on a CPU, after `layout.py` has chosen how weights are stored.
+`launch.py` calls `exchange` on a CPU, after `packed_or_plain.py` has chosen how weights are stored.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from fathom.inference.engine import Engine
 from fathom.inference.gate import Keys, Timed, read_keys
 from fathom.inference.generate import check_drafts
 from fathom.inference.huge_pages import exchange
-from fathom.inference.layout import LAYOUTS
+from fathom.inference.packed_or_plain import LAYOUTS
 from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.iterations import check_trips

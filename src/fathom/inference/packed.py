@@ -5,7 +5,7 @@ which costs as much as the product. Here that is done once, and the packed weigh
 makes a program of half a megabyte for each number of rows, and keeps a thousand of them, so rows are multiplied in
 blocks of few sizes.
 
-`layout.py` decides whether a server packs its weights: by `--layout`, or by measuring.
+`packed_or_plain.py` decides whether a server packs its weights: by `--layout`, or by measuring.
 """
 
 from __future__ import annotations

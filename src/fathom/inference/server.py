@@ -54,8 +54,9 @@ from fathom.inference.cache_memory import default_memory
 from fathom.inference.control import special_names
 from fathom.inference.engine import Engine, Event, Job, deliver
 from fathom.inference.gate import Gate, Keys
-from fathom.inference.layout import Layout, lay_out
+from fathom.inference.grammar_trial import LateError
 from fathom.inference.metrics import exposition
+from fathom.inference.packed_or_plain import Layout, lay_out
 from fathom.inference.page import talk_page
 from fathom.inference.prompt import encode, reserved_variables
 from fathom.inference.sampling import Choice
@@ -64,7 +65,6 @@ from fathom.inference.shape import Shape, Shapes
 from fathom.inference.texts import AnswerWords, Text
 from fathom.inference.thoughts import Thoughts, marks_of
 from fathom.inference.tokenising import Tokenising, written_size
-from fathom.inference.trial import LateError
 from fathom.iterations import most_trips
 from fathom.kvcache.policy import Policy
 from fathom.models import FathomForCausalLM

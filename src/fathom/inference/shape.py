@@ -2,8 +2,8 @@
 text.
 
 `api_structure.py` reads the fields, `tools.py` detects how a chat template writes calls, `structure.py` follows a
-grammar, and `trial.py` limits its compilation. `server.py` expects no reasoning where the grammar has no room for it
-(`Wanted.whole`): if the text itself is constrained, or if a tool must be called.
+grammar, and `grammar_trial.py` limits its compilation. `server.py` expects no reasoning where the grammar has no room
+for it (`Wanted.whole`): if the text itself is constrained, or if a tool must be called.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from fathom.inference.api import HALF, ChatBody, CompletionBody, wrong
 from fathom.inference.api_structure import NamedTool
 from fathom.inference.control import special_names
 from fathom.inference.grammar import json_grammar, lark_grammar
+from fathom.inference.grammar_trial import GrammarError, LateError
 from fathom.inference.structure import Compiled, Constraint, Grammars, MatcherClock
 from fathom.inference.tools import CallReader, Notation, notation, schema_of, tool_grammar
-from fathom.inference.trial import GrammarError, LateError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -4,9 +4,9 @@ A `Constraint` is a function of the tokens that were made, as a `Choice` is: dra
 of a batch, leave nothing behind in it.
 
 `api_structure.py` reads the fields of a request, such as `response_format` and `disable_any_whitespace`. `shape.py`
-chooses the grammar, `grammar.py` writes it and lets the model tokenise forced text, and `trial.py` limits the time and
-memory of compiling it; `FREE` and `EACH` here limit the time that a request may spend on finding the allowed tokens.
-`engine.py` ends an answer whose grammar is too complex (`grammar_too_complex`).
+chooses the grammar, `grammar.py` writes it and lets the model tokenise forced text, and `grammar_trial.py` limits the
+time and memory of compiling it; `FREE` and `EACH` here limit the time that a request may spend on finding the allowed
+tokens. `engine.py` ends an answer whose grammar is too complex (`grammar_too_complex`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from fathom.errors import SettingsError
 from fathom.inference.control import any_of
 from fathom.inference.grammar import Vocabulary, matcher_of, reason
-from fathom.inference.trial import GUESSED, QUICK, GrammarTrial, Tried, attempt, possible
+from fathom.inference.grammar_trial import GUESSED, QUICK, GrammarTrial, Tried, attempt, possible
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

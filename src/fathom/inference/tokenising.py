@@ -2,7 +2,7 @@
 limited.
 
 `server.py` decides which answers are written on the thread for answers: those of more than `MANY` log-probabilities.
-`trial.py` limits the time of a grammar.
+`grammar_trial.py` limits the time of a grammar.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ with compressed(model, "tova", ratio=0.5):
 - `rope.py`: rotates keys, tests a model's keys, and refuses models (`refuse`) and recurrences.
 - `schedule.py`: N, S, L, γ and F; when entries are compressed. `memory.py`: one layer. `cache.py`: all of them.
 - `method.py`: base classes of methods, `Selection.choose`. `methods.py`: the list of methods, with their files.
-- `watch.py`, `rows.py`: check inputs. `observe.py`: queries. `padded.py`: padding. `prefill.py`: chunks.
+- `watch.py`, `padding_check.py`: check inputs. `observe.py`: queries. `padded.py`: padding. `prefill.py`: chunks.
 - `static.py`: compiled decoding. `quantized.py`, `kivi.py`: 8 and 4 bits. `states.py`: layers with states.
 - `attention.py`: training under compression. `press.py`, `paced.py`: kvpress. `stored.py`: files.
 - `whole.py`: uncompressed caches, for comparison. `accounting.py`: bytes.

@@ -8,7 +8,8 @@ Layers are independent given their keys and values, so computing all groups of a
 same as the cache, token by token. Keys are rotated by their true positions, as in the cache. Nothing here holds state,
 so activation checkpointing recomputes it exactly.
 
-`rows.py` refuses packed documents and padding on the left. `training/kvcache.py` reads the recipe keys `kvcache.*`.
+`padding_check.py` refuses packed documents and padding on the left. `training/kvcache.py` reads the recipe keys
+`kvcache.*`.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from .accounting import cache_bytes
 from .memory import GUESSES, Memory
 from .method import Method
 from .padded import Padded
-from .rows import left_padding, padded_left, real_tokens, unbroken
+from .padding_check import left_padding, padded_left, real_tokens, unbroken
 from .schedule import Schedule
 from .states import State
 

@@ -35,8 +35,8 @@ from fathom.models.axes.cache_name import cache_among, with_cache
 from .build import METHODS, UntunedWarning, cache_of, config_of, make_method, untuned
 from .cache import MemoryCache, refuse_compiling
 from .method import Method
+from .padding_check import left_padding, real_tokens
 from .rope import Rope, refuse
-from .rows import left_padding, real_tokens
 from .schedule import UNTOUCHED, Eager, Once, Schedule
 from .watch import decoder_of, named, watch
 

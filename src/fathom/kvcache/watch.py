@@ -24,8 +24,8 @@ from fathom.models.axes.cache_name import CACHE, cache_among
 
 from .cache import MemoryCache
 from .observe import observed_backend
+from .padding_check import padded_right, real_tokens, unbroken, whole_mask
 from .rope import Rope, refuse
-from .rows import padded_right, real_tokens, unbroken, whole_mask
 from .states import STATES, family, has_states
 
 _ROPES: WeakKeyDictionary[PreTrainedModel, Rope] = WeakKeyDictionary()

@@ -18,7 +18,7 @@ package imports torch, and no model is run.
     aligning.py     maps the channels of one model to those of the other; with `pairs.py`, when T1 and T2 are run
     awm.py          AWM's scores, channel matchings (ties, zero rows), matching of layers
     huref.py        HuRef's terms and scores, and the sketch of a model
-    neurons.py      T4: frames, merged neurons, experts; `values.py` T5, `planes.py` T6, `blind.py` the blind frame
+    neurons.py      T4: frames (`blind.py`: blind), merged neurons, experts; `value_channels.py` T5, `planes.py` T6
     starts.py       weights that start from a formula
     inherited.py    the share of trained directions that both models have
     signs.py        signs of tampering

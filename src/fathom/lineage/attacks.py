@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import CONFIG, INDEX
+from fathom.checkpoints.file_names import CONFIG, INDEX
 from fathom.checkpoints.origin import read_json
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError

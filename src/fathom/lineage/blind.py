@@ -30,7 +30,7 @@ import numpy as np
 from scipy import special
 
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import awm, canonical, values
+from fathom.lineage import awm, canonical, value_channels
 from fathom.lineage.neurons import Frame, experts
 from fathom.lineage.weights import Told, Weights
 
@@ -65,7 +65,7 @@ def usable(weights: Weights, kind: int = ATTENTION) -> list[int]:
     """The layers whose map of the given kind (attention or feed-forward) can be computed. Attention's are used where
     feed-forward weights are known too."""
     fed = [i for i in range(weights.geometry.layers) if weights.has("down", i)]
-    return fed if kind == FEED_FORWARD else [i for i in fed if values.has_values(weights, i)]
+    return fed if kind == FEED_FORWARD else [i for i in fed if value_channels.has_values(weights, i)]
 
 
 def split(maps: Maps, nonce: int) -> tuple[Maps, Pairs]:

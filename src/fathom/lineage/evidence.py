@@ -16,9 +16,9 @@ because a student that learns hidden states copies functions too.
 `awm.py` decides which channels count: no ties, and in T1 only pairs at least twice as alike as the next best.
 `aligning.py` decides when T1 and T2 have numbers: enough shared strings, and for T2 output heads that are not tied to
 the embeddings (`_head_matching`). `pairs.py` tests them from a cosine of 0.95 on. `neurons.py` pairs T4's neurons, and
-T5's channels, which `values.py` reads. `planes.py` computes T6's words. `comparison.py` draws the layers of T4 and T5,
-refuses controls that a matching test, or T6 alone, finds related to a model (`_relation`), and marks tests as void if
-both models start the weights from a formula. `verdict.py` applies Holm's correction.
+T5's channels, which `value_channels.py` reads. `planes.py` computes T6's words. `comparison.py` draws the layers of T4
+and T5, refuses controls that a matching test, or T6 alone, finds related to a model (`_relation`), and marks tests as
+void if both models start the weights from a formula. `verdict.py` applies Holm's correction.
 """
 
 from __future__ import annotations

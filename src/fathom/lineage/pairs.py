@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from fathom.lineage import awm, evidence, signs, values
+from fathom.lineage import awm, evidence, signs, value_channels
 from fathom.lineage.aligning import CLOSE, Aligned
 from fathom.lineage.evidence import NeuronCount, Test
 from fathom.lineage.identity import Identical
@@ -112,7 +112,7 @@ class Pair:
             usable = [count for count in counts if count.of >= evidence.FEWEST]
             if usable:
                 tests.append(evidence.test_neurons(frame, usable, known.get(frame, [])))
-        chance = max(values.chance(self.a), values.chance(self.b))
+        chance = max(value_channels.chance(self.a), value_channels.chance(self.b))
         for frame, counts in self.values.items():
             usable = [count for count in counts if count.of >= evidence.FEWEST]
             if usable:

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from fathom.checkpoints.layout import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_JSON, VOCABULARY
+from fathom.checkpoints.file_names import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_JSON, VOCABULARY
 from fathom.checkpoints.origin import Origin, read_json, read_whole
 from fathom.checkpoints.tensors import Array
 from fathom.checkpoints.tokenizers import byte_letters, message_fields

@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
+from fathom.checkpoints.file_names import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from fathom.checkpoints.find import find_model, holds_model
 from fathom.checkpoints.gguf import GgufStore
-from fathom.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
 from fathom.checkpoints.origin import LocalOrigin, Origin, Shelf, open_origin, read_json
 from fathom.checkpoints.tensors import (
     AdapterStore,

@@ -9,7 +9,7 @@
   packages' mechanisms.
 - `decoder/`: norms, rotary embedding, head, loss. `hosts/`: families whose layers are transformers' own.
 - Backward passes by hand, in eager training only: `rms_norm.py`, `rotary.py`, `depth_attention.py`,
-  `attention_residuals.py`, `hyper_connections.py`; in compiled code too: `loss.py`, `mixture.py`.
+  `attention_residuals.py`, `hyper_connections.py`; in compiled code too: `loss.py`, `vocabulary_mixture.py`.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
+from fathom.checkpoints.file_names import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.errors import SettingsError, to_install
 from fathom.models.axes.roles import MechanismModule

@@ -18,8 +18,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
+from fathom.checkpoints.file_names import HISTORY, METRICS, RECIPE, step_name
 from fathom.checkpoints.find import checkpoint_steps
-from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint
 from fathom.errors import SettingsError
 from fathom.models.registry import recurrence_class

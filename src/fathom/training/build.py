@@ -4,8 +4,8 @@ A batch that ranks and micro-batches do not divide into whole sequences is refus
 than the model's `max_position_embeddings`. Each micro-batch's loss is divided by the targets of the global batch. A
 step's random draws are seeded with (seed, step, rank), the initial weights of a module with (seed, module name).
 
-`data/batches.py` divides a batch among ranks and micro-batches, and `first.py` compares the loss of the first batch
-with its evaluation.
+`data/batches.py` divides a batch among ranks and micro-batches, and `first_steps.py` compares the loss of the first
+batch with its evaluation.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from fathom.training.parallel import (
     whole,
 )
 from fathom.training.results import CROSS_ENTROPY, StepMetrics
+from fathom.training.same_tokenizer import require_tokenizer
 from fathom.training.source import fingerprint, model_of, source_of
-from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
 if TYPE_CHECKING:

@@ -24,8 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fathom.checkpoints.file_names import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
 from fathom.checkpoints.find import checkpoint_steps
-from fathom.checkpoints.layout import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
 from fathom.checkpoints.runs import Saved, newest_checkpoint, reason
 from fathom.errors import TrainingError
 from fathom.report.files import Digest, asdict, digest, sync_directory, write_atomically, write_durably

@@ -27,8 +27,8 @@ from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Distill, Recipe
 from fathom.training.parallel import Ranks, parallelize
 from fathom.training.results import CROSS_ENTROPY, DIVERGENCE
+from fathom.training.same_tokenizer import require_same_tokenizer
 from fathom.training.source import model_of, source_of
-from fathom.training.tokenizer import require_same_tokenizer
 
 
 def open_teacher(recipe: Recipe, ranks: Ranks) -> FathomForCausalLM | None:

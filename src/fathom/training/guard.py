@@ -1,7 +1,7 @@
 """Skips bad steps on the device, without a host synchronisation.
 
-`loop.py` stops a run after too many skipped steps in a row, and `first.py` stops a run whose loss rises after a start.
-In comparisons and ladders, `experiments/schedule.py` writes `failed.json` for a run that diverged.
+`loop.py` stops a run after too many skipped steps in a row, and `first_steps.py` stops a run whose loss rises after a
+start. In comparisons and ladders, `experiments/scheduler.py` writes `failed.json` for a run that diverged.
 """
 
 from __future__ import annotations

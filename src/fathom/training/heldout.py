@@ -27,8 +27,8 @@ from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
-from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, token_losses_and_trips, watching
 from fathom.training.hooks import Hook, ObservedRun
+from fathom.training.jacobi_gap import SAMPLE, WINDOWS, Row, gap_of, read_both_ways, token_losses_and_trips, watching
 from fathom.training.parallel import Ranks
 from fathom.training.results import DecodingGap, Evaluation, Score, StepMetrics, Trips
 

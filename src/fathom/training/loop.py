@@ -4,8 +4,8 @@ A run directory that holds a run of another recipe is refused (`require_same`). 
 ranks finish the step and write a checkpoint. Signals that come within three seconds count as one. `result.json` is
 written only after the last step. An exception in a hook ends the run, since nothing catches it.
 
-`build.py` makes a step, `guard.py` decides whether it is skipped, and `first.py` stops a run whose first losses are
-wrong. `branching.py` decides what a branch may change. `cli/train.py` sets the exit code of a run that a signal
+`build.py` makes a step, `guard.py` decides whether it is skipped, and `first_steps.py` stops a run whose first losses
+are wrong. `branching.py` decides what a branch may change. `cli/train.py` sets the exit code of a run that a signal
 stopped.
 """
 
@@ -24,9 +24,9 @@ from types import FrameType
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.file_names import MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.find import Facts, checkpoint_steps, experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import MODEL, RECIPE, RESULT, step_name
 from fathom.checkpoints.places import contents, require_folder
 from fathom.checkpoints.runs import Saved, changes_of, load_tensors
 from fathom.data.puzzles import has_split, open_data
@@ -42,7 +42,7 @@ from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.branching import CHANGEABLE, Branch, begin
 from fathom.training.build import Training, build_training
 from fathom.training.checkpoint import Checkpointer, trainer_state
-from fathom.training.first import FirstSteps
+from fathom.training.first_steps import FirstSteps
 from fathom.training.heldout import HeldOut
 from fathom.training.hooks import Hook, Hooks
 from fathom.training.meter import Meter

@@ -3,7 +3,7 @@ Above the learning rate at which the gradient norm starts to rise, steps counter
 learning rate there. A probe is one run without a control: a starting point, not the optimum.
 
 The warm-up is in `optimizer.py`. A probe that diverges is reported too; `loop.py` ends it after `train.max_skipped`
-skipped steps in a row, or `first.py` if the loss rises soon after a start.
+skipped steps in a row, or `first_steps.py` if the loss rises soon after a start.
 """
 
 from __future__ import annotations

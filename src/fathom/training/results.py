@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import RESULT
+from fathom.checkpoints.file_names import RESULT
 from fathom.report.results import read_result
 from fathom.report.statistics import Correlation
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.file_names import CONFIG, MANIFEST
 from fathom.checkpoints.hashes import changed
-from fathom.checkpoints.layout import CONFIG, MANIFEST
 from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.errors import SettingsError
 from fathom.models.configuration import FathomConfig
 from fathom.models.modeling import FathomForCausalLM

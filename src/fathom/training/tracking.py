@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
+from fathom.checkpoints.file_names import ARMS, IDENTITY, METRICS
 from fathom.errors import SettingsError, to_install
 from fathom.recipe import Recipe
 from fathom.report.files import read_json, write_atomically, write_json

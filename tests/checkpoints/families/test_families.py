@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.export import export
 from fathom.checkpoints.families import FAMILIES
-from fathom.checkpoints.layout import INDEX
+from fathom.checkpoints.file_names import INDEX
 from fathom.checkpoints.origin import LocalOrigin
 from fathom.checkpoints.tensors import open_safetensors
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.models import FathomForCausalLM
 
 from .cases import CASES, stock, stock_config
@@ -32,7 +32,7 @@ FUSED = {("gpt2-unscaled", torch.bfloat16): 0.0 if WIDE else 0.03}
 """Without AVX-512 torch sums a column of one wide bfloat16 product in another order than that of three narrow ones;
 scores that are not scaled down make the most of it."""
 FEW = ("llama-gqa", "smollm3", "gpt2", "gpt_neox", "opt", "olmo2", "gemma3", "phi3")
-"""Families whose tensors or layers differ most; tests/checkpoints/test_proof.py compares the logits of all."""
+"""Families whose tensors or layers differ most; tests/checkpoints/test_same_logits.py compares the logits of all."""
 
 
 def open_tensors(place: Path) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@
 - `lumia.py` reads released Depth-Attention, DenseFormer, AttnRes and mHC, `ponderlm.py` PonderLM.
 - `nanbeige.py` and `ouro.py` read released loops; `published.py` is only a base class.
 - `hosted.py` and `layouts.py` open families whose layers are transformers' own.
-- `tensors.py` renames tensors; `models/loading.py` refuses those that are missing, unknown or misshapen.
+- `tensor_names.py` renames tensors; `models/loading.py` refuses those that are missing, unknown or misshapen.
 """
 
 from fathom.checkpoints.families.registry import FAMILIES as FAMILIES
@@ -16,4 +16,4 @@ from fathom.checkpoints.families.registry import known as known
 from fathom.checkpoints.families.registry import native_config as native_config
 from fathom.checkpoints.families.registry import to_ours as to_ours
 from fathom.checkpoints.families.registry import unlike as unlike
-from fathom.checkpoints.families.tensors import to_theirs as to_theirs
+from fathom.checkpoints.families.tensor_names import to_theirs as to_theirs

@@ -19,7 +19,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 
 from fathom.checkpoints.families.keys import BACKEND, LAYER_TYPES, ROPES, Keys, rotation
 from fathom.checkpoints.families.keys import Values as Values
-from fathom.checkpoints.families.tensors import Rule
+from fathom.checkpoints.families.tensor_names import Rule
 from fathom.models import FathomConfig
 
 SHARED = (

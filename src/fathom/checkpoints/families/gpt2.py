@@ -10,7 +10,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, Family, Values, padding
-from fathom.checkpoints.families.tensors import projections, renamed, stacked, transposed
+from fathom.checkpoints.families.tensor_names import projections, renamed, stacked, transposed
 from fathom.models import FathomConfig
 
 KEYS = (

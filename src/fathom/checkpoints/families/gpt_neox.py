@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from fathom.checkpoints.families.family import ONE_PRODUCT, RELATIVES, SHARED, Family, Values, padding
-from fathom.checkpoints.families.tensors import interleaved, renamed
+from fathom.checkpoints.families.tensor_names import interleaved, renamed
 from fathom.models import FathomConfig
 
 KEYS = tuple(key for key in SHARED if key not in ("num_key_value_heads", "head_dim", "rms_norm_eps", "mlp_bias"))

@@ -18,7 +18,7 @@ from typing import Any
 from fathom.checkpoints.families.family import Values, known_as
 from fathom.checkpoints.families.llama import LLAMA
 from fathom.checkpoints.families.published import Published
-from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
+from fathom.checkpoints.families.tensor_names import Piece, Rule, read_tensors
 from fathom.models import FathomConfig
 
 DEPTH_FLAGS = ("use_depth_attention", "cross_layer_pattern", "cross_layer_mode")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from fathom.checkpoints.families.family import Values, known_as
 from fathom.checkpoints.families.llama import LLAMA
 from fathom.checkpoints.families.published import Published
-from fathom.checkpoints.families.tensors import renamed
+from fathom.checkpoints.families.tensor_names import renamed
 
 READ = (
     *("num_loops", "loop_loss_weights", "skip_loop_final_norm", "qk_layernorm"),

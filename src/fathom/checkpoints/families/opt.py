@@ -10,7 +10,7 @@ from __future__ import annotations
 from transformers import PreTrainedConfig
 
 from fathom.checkpoints.families.family import RELATIVES, Family, Values
-from fathom.checkpoints.families.tensors import renamed
+from fathom.checkpoints.families.tensor_names import renamed
 from fathom.models import FathomConfig
 
 KEYS = (

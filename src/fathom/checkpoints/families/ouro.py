@@ -10,7 +10,7 @@ from __future__ import annotations
 from fathom.checkpoints.families.family import Values, known_as, windows
 from fathom.checkpoints.families.llama import QWEN2
 from fathom.checkpoints.families.published import Published
-from fathom.checkpoints.families.tensors import renamed
+from fathom.checkpoints.families.tensor_names import renamed
 
 READ = ("total_ut_steps", "early_exit_threshold", "early_exit_step")
 RULES = (

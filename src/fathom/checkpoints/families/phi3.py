@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from fathom.checkpoints.families.family import RELATIVES, SHARED, Family, Rounding, Values, windows
 from fathom.checkpoints.families.llama import with_window
-from fathom.checkpoints.families.tensors import projections, stacked
+from fathom.checkpoints.families.tensor_names import projections, stacked
 from fathom.models import FathomConfig
 
 KEYS = tuple(key for key in SHARED if key not in ("head_dim", "attention_bias", "mlp_bias"))

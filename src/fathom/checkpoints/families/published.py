@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fathom.checkpoints.families.family import Values
-from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
+from fathom.checkpoints.families.tensor_names import Piece, Rule, read_tensors
 from fathom.models import FathomConfig
 
 

@@ -31,7 +31,7 @@ from fathom.checkpoints.families.opt import OPT
 from fathom.checkpoints.families.ouro import OURO
 from fathom.checkpoints.families.phi3 import PHI3
 from fathom.checkpoints.families.smollm3 import SMOLLM3
-from fathom.checkpoints.families.tensors import read_tensors
+from fathom.checkpoints.families.tensor_names import read_tensors
 from fathom.models import FathomConfig, foreign
 
 NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)

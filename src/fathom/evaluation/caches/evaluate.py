@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from fathom.checkpoints.layout import CONFIG
+from fathom.checkpoints.file_names import CONFIG
 from fathom.errors import SettingsError
 from fathom.evaluation.caches import natural, ruler
 from fathom.evaluation.caches.asking import answer, batches, make_prompts

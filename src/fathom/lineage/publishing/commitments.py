@@ -25,7 +25,7 @@ from datetime import datetime, timezone
 import numpy as np
 
 from fathom._version import __version__
-from fathom.checkpoints.layout import (
+from fathom.checkpoints.file_names import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     CONFIG,

@@ -24,8 +24,8 @@ The form below is chosen for memory traffic, which is all that the mix costs: a 
 einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel. Eager training has a
 hand-written backward, which keeps no float32 copies; a few decoded tokens on a CPU take fewer calls (`mix_few`).
 
-`schedule.py` decides which layers are sources, and `trips/slots.py` which of their earlier iterations. `modeling.py`
-(`Attention._mixed`) norms and rotates keys before the mixer scores them. If layers rotate differently
+`source_layers.py` decides which layers are sources, and `trips/slots.py` which of their earlier iterations.
+`modeling.py` (`Attention._mixed`) norms and rotates keys before the mixer scores them. If layers rotate differently
 (`mixes_unrotated` in `configuration.py`), it hands over un-rotated keys and rotates those that come back;
 `hosts/turning.py` decides and does this for a family's own layers. `families/lumia.py` opens the released weights.
 """
@@ -48,7 +48,7 @@ from ..axes.numerics import few, head_pool, head_sum, softmax_list, weighted_sum
 from ..axes.replaceable import faster
 from ..axes.roles import Cost, Mechanism, Stored
 from ..decoder.norms import unit
-from .schedule import GridMixer, ScheduleOptions
+from .source_layers import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig

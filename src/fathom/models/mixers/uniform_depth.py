@@ -6,7 +6,7 @@ The mixed value:
 
 With `blend: learned` the mean is over the sources alone: ṽ_ℓ = (1 + g) v_ℓ + λ mean_{j ∈ D_ℓ} ṽ_j.
 
-`schedule.py` decides which layers are sources. `axes/blend.py` has `blend`.
+`source_layers.py` decides which layers are sources. `axes/blend.py` has `blend`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..axes.blend import mixing_cost
 from ..axes.roles import Cost, Mechanism
-from .schedule import GridMixer, ScheduleOptions
+from .source_layers import GridMixer, ScheduleOptions
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig

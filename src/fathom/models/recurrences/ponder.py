@@ -16,9 +16,10 @@ same), and its baselines are the other feeds:
 With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (y - x_k) where y of another feed replaces the input. At λ = 0
 every iteration repeats the first one, so under the view SAME the model computes what it did without pondering.
 
-`mixture.py` computes the mixture in chunks, and its FLOPs. `pondering.py` has the options of mixture and Jacobi solver,
-and scales the mixture (`mixed`). `trips/slots.py` runs the iterations; pauses, whose inputs are known (`foresees`),
-take one exact pass under the view ALL (`jacobi`). `checkpoints/families/ponderlm.py` opens released models.
+`vocabulary_mixture.py` computes the mixture in chunks, and its FLOPs. `pondering.py` has the options of mixture and
+Jacobi solver, and scales the mixture (`mixed`). `trips/slots.py` runs the iterations; pauses, whose inputs are known
+(`foresees`), take one exact pass under the view ALL (`jacobi`). `checkpoints/families/ponderlm.py` opens released
+models.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from ..axes.roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, Tr
 from ..decoder.arithmetic import head_flops, layer_cache_bytes, layer_flops
 from ..decoder.head import is_scaled
 from .draws import between, draw
-from .mixture import mixture, mixture_flops
+from .vocabulary_mixture import mixture, mixture_flops
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig

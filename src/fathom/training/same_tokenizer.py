@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from fathom.checkpoints.layout import (
+from fathom.checkpoints.file_names import (
     RECIPE,
     SENTENCEPIECE_MODEL,
     TOKENIZER,

@@ -19,8 +19,8 @@ from fathom.corpus.recipe import Executor
 from fathom.errors import TrainingError
 from fathom.experiments.ladder import climb
 from fathom.experiments.rungs import Ladder, find_ladder, load_ladder
-from fathom.experiments.schedule import carry_through
-from fathom.experiments.team import Team
+from fathom.experiments.scheduler import carry_through
+from fathom.experiments.workers import Team
 from fathom.recipe import Recipe
 
 RULES = [
@@ -51,8 +51,8 @@ def never(out: Path) -> bool:
 def test_what_workers_leave_undone_is_said(tmp_path: Path, monkeypatch) -> None:
     """A scheduler whose jobs ended is no success; and nothing is sent where nothing is left."""
     sent: list[int] = []
-    monkeypatch.setattr("fathom.experiments.schedule.require_scheduler", lambda name: None)
-    monkeypatch.setattr("fathom.experiments.schedule.schedule", lambda wanted, work, count, *_: sent.append(count))
+    monkeypatch.setattr("fathom.experiments.scheduler.require_scheduler", lambda name: None)
+    monkeypatch.setattr("fathom.experiments.scheduler.schedule", lambda wanted, work, count, *_: sent.append(count))
     team = Team(3, executor=Executor(name="ray"))
     with pytest.raises(TrainingError, match=r"2 tasks are not done; see .*logs; the same command resumes"):
         carry_through(never, tmp_path, team, lambda: 2)

@@ -1,6 +1,6 @@
 """The origin of a model, from disk: the runs between it and its base, and the corpus of a benchmark.
 
-`pair_page.py` shows them.
+`tuned_page.py` shows them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, run_and_step
+from fathom.checkpoints.file_names import METRICS, RECIPE, RESULT, run_and_step
 from fathom.corpus.counts import CorpusCounts
 from fathom.evaluation.results import PhaseShares, RunBetween
 from fathom.recipe import Recipe, load_recipe

@@ -8,9 +8,9 @@ from torch import nn
 
 from fathom.checkpoints.int8 import Int8Linear, quantise
 from fathom.errors import SettingsError
-from fathom.inference import layout
-from fathom.inference.layout import Layout, lay_out, sample
+from fathom.inference import packed_or_plain
 from fathom.inference.packed import PackedLinear, available
+from fathom.inference.packed_or_plain import Layout, lay_out, sample
 
 packs = pytest.mark.skipif(not available(), reason="this torch has no packed weights")
 
@@ -33,7 +33,7 @@ def test_the_faster_is_chosen(slower, chosen, model, monkeypatch):
     slow(monkeypatch, slower)
     drawn = torch.get_rng_state()
     found = lay_out(model)
-    assert found.name == chosen and set(found.ratios) == set(layout.ROWS) and chosen in str(found)
+    assert found.name == chosen and set(found.ratios) == set(packed_or_plain.ROWS) and chosen in str(found)
     assert all((ratio > 1) == (chosen == "plain") for ratio in found.ratios.values())
     kinds = [type(one) for one in model]
     assert kinds == [PackedLinear if chosen == "packed" else nn.Linear] * 2 + [nn.Linear]
@@ -48,7 +48,7 @@ def test_a_busy_machine_is_timed_for_longer(model, monkeypatch):
     layers = [one for one in model if isinstance(one, nn.Linear)][:1]
     packed = [PackedLinear(one) for one in layers]
     now = [0.0]
-    monkeypatch.setattr(layout.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(packed_or_plain.time, "perf_counter", lambda: now[0])
 
     def later(kind, seconds):
         before = kind.forward
@@ -58,9 +58,11 @@ def test_a_busy_machine_is_timed_for_longer(model, monkeypatch):
 
     later(nn.Linear, lambda: 0.02)
     later(PackedLinear, lambda: next(turns))
-    assert layout.compared(layers, packed) == pytest.approx(dict.fromkeys(layout.ROWS, 0.5))
+    assert packed_or_plain.compared(layers, packed) == pytest.approx(dict.fromkeys(packed_or_plain.ROWS, 0.5))
     monkeypatch.setattr(PackedLinear, "forward", forward)
-    monkeypatch.setattr(layout, "compared", lambda *layers: dict(zip(layout.ROWS, (43.0, 0.5, 0.5), strict=True)))
+    monkeypatch.setattr(
+        packed_or_plain, "compared", lambda *layers: dict(zip(packed_or_plain.ROWS, (43.0, 0.5, 0.5), strict=True))
+    )
     assert lay_out(model).name == "packed"
 
 
@@ -68,7 +70,7 @@ def test_a_busy_machine_is_timed_for_longer(model, monkeypatch):
 @pytest.mark.parametrize(("wanted", "slower"), [("packed", PackedLinear), ("plain", nn.Linear)])
 def test_a_layout_that_was_named_is_not_timed(wanted, slower, model, monkeypatch):
     slow(monkeypatch, slower)
-    monkeypatch.setattr(layout, "compared", lambda *layers: pytest.fail("timed"))
+    monkeypatch.setattr(packed_or_plain, "compared", lambda *layers: pytest.fail("timed"))
     assert lay_out(model, wanted) == Layout(wanted)
 
 
@@ -94,8 +96,8 @@ def test_what_has_no_layers_to_pack_is_plain():
 
 def test_a_sample_is_of_the_whole_model(monkeypatch):
     layers = [nn.Linear(16, 16) for _ in range(12)]
-    monkeypatch.setattr(layout, "SAMPLE", 4 * 1024)
+    monkeypatch.setattr(packed_or_plain, "SAMPLE", 4 * 1024)
     places = [next(i for i, layer in enumerate(layers) if layer is one) for one in sample(layers)]
     assert len(places) == 4 and max(places) > 8
-    monkeypatch.setattr(layout, "SAMPLE", 10)
+    monkeypatch.setattr(packed_or_plain, "SAMPLE", 10)
     assert len(sample(layers)) == 1

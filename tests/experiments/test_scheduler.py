@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from fathom.experiments.schedule import Task, work_off
+from fathom.experiments.scheduler import Task, work_off
 from fathom.experiments.task_claims import Claim
 
 

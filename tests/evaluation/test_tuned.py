@@ -18,10 +18,20 @@ from examples.minerals import World
 from fathom.cli.main import main
 from fathom.errors import DataError, FathomError
 from fathom.evaluation.harness import TaskResult
-from fathom.evaluation.origin import runs_between
-from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.paired import Items
-from fathom.evaluation.pairs import (
+from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.results import (
+    Answered,
+    Asking,
+    CorpusCounts,
+    NamedModel,
+    PairReport,
+    PhaseShares,
+    RatioGap,
+    RunBetween,
+)
+from fathom.evaluation.scoring import Checkpoint, EvaluationSettings
+from fathom.evaluation.tuned import (
     LETTERS,
     Quizzed,
     chosen,
@@ -35,18 +45,8 @@ from fathom.evaluation.pairs import (
     task_rows,
     verdict,
 )
-from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.results import (
-    Answered,
-    Asking,
-    CorpusCounts,
-    NamedModel,
-    PairReport,
-    PhaseShares,
-    RatioGap,
-    RunBetween,
-)
-from fathom.evaluation.scoring import Checkpoint, EvaluationSettings
+from fathom.evaluation.tuned_origin import runs_between
+from fathom.evaluation.tuned_page import WAYS, card, page
 from fathom.report.provenance import provenance
 from fathom.report.results import restored, to_json
 from fathom.report.statistics import LEAST_DOCUMENTS, mcnemar
@@ -277,8 +277,8 @@ def test_a_limit_draws_questions_and_says_how_many_of_them(tmp_path: Path, monke
         answers = {task: [True] * len(file) for task, file in zip(tasks, files, strict=True)}
         return [scored(name, answers, {}) for name in entries], {}
 
-    monkeypatch.setattr("fathom.evaluation.pairs.run", run)
-    monkeypatch.setattr("fathom.evaluation.pairs.find_spec", lambda name: name)
+    monkeypatch.setattr("fathom.evaluation.tuned.run", run)
+    monkeypatch.setattr("fathom.evaluation.tuned.find_spec", lambda name: name)
     report = evaluate_pair(["base", "new"], tmp_path, EvaluationSettings(limit=4, device="cpu"))
     assert {row.asked for row in report.questions} == {4}
     assert report.asked["quiz"] == Asking(4, 9, {"not drawn": 5}, False)

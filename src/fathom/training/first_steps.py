@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from fathom.checkpoints.layout import METRICS
+from fathom.checkpoints.file_names import METRICS
 from fathom.errors import TrainingError
-from fathom.training.gap import token_losses_and_trips
 from fathom.training.hooks import Hook, ObservedRun
+from fathom.training.jacobi_gap import token_losses_and_trips
 from fathom.training.results import CROSS_ENTROPY
 from fathom.training.tracking import read_metrics
 

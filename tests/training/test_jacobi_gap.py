@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fathom.report.statistics import weighted_difference
-from fathom.training.gap import Row, Sample, gap_of, read_both_ways
+from fathom.training.jacobi_gap import Row, Sample, gap_of, read_both_ways
 from tests.models.cases import tokens, with_rounds
 from tests.models.slot_oracle import Decoder, thinker
 

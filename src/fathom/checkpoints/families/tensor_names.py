@@ -18,7 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fathom.checkpoints.layout import INDEX, WEIGHTS
+from fathom.checkpoints.file_names import INDEX, WEIGHTS
 from fathom.models import FathomConfig
 
 LAYER = "{i}"

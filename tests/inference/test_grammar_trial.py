@@ -6,7 +6,7 @@ import time
 import pytest
 
 from fathom.inference.grammar import Vocabulary, choice_grammar, json_grammar, lark_grammar, matcher_of, regex_grammar
-from fathom.inference.trial import GrammarError, GrammarTrial, LateError, attempt
+from fathom.inference.grammar_trial import GrammarError, GrammarTrial, LateError, attempt
 from tests.tiny import tiny_tokenizer
 
 pytest.importorskip("llguidance", reason="llguidance is not installed (the extra serve brings it)")

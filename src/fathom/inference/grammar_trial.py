@@ -113,7 +113,7 @@ class GrammarTrial:
     def _start(self) -> subprocess.Popen[str]:
         paths = os.pathsep.join(path for path in sys.path if path)
         made = subprocess.Popen(
-            [sys.executable, "-m", "fathom.inference.trial"],
+            [sys.executable, "-m", "fathom.inference.grammar_trial"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # llguidance reports its panics there

@@ -3,8 +3,8 @@
 Questions are asked in two ways, as lm-eval scores them: by letter, with the choices listed in the prompt, and by the
 text of the choice, with no choices listed. A third run asks by letter with the choices in another order.
 
-This is `fathom evaluate tuned`. `pair_page.py` makes the page, the table and `card.md`, `origin.py` finds the runs
-between both models and the corpus, `tasks.py` checks the fields of a question, and `report/statistics.py` has the
+This is `fathom evaluate tuned`. `tuned_page.py` makes the page, the table and `card.md`, `tuned_origin.py` finds the
+runs between both models and the corpus, `tasks.py` checks the fields of a question, and `report/statistics.py` has the
 tests and intervals. Outside the package, `benchmarks/expert.py` makes questions from held-out documents,
 `recipes/expert/` has the recipes of `make expert`, and `benchmarks/recompute.py` recomputes a report.
 """
@@ -25,13 +25,13 @@ from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
 from fathom.errors import DataError, SettingsError, to_install
-from fathom.evaluation.origin import corpus_beside, runs_between
-from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.paired import terms
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Answered, Asking, ExampleRow, NamedModel, PairReport, RatioGap, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluationSettings, run
 from fathom.evaluation.tasks import json_rows, problem_of
+from fathom.evaluation.tuned_origin import corpus_beside, runs_between
+from fathom.evaluation.tuned_page import WAYS, card, page
 from fathom.report import html
 from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance

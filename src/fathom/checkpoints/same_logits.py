@@ -19,14 +19,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
-from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.families.family import Rounding, Values
 from fathom.checkpoints.families.layouts import HOSTS
 from fathom.checkpoints.families.registry import FAMILIES
+from fathom.checkpoints.file_names import CONFIG
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import SUFFIX, is_gguf
 from fathom.checkpoints.hub import local
-from fathom.checkpoints.layout import CONFIG
 from fathom.checkpoints.runs import read_config, reason
 from fathom.checkpoints.shrink import Small, read_as_class, shrink
 from fathom.checkpoints.twin import (
@@ -40,6 +39,7 @@ from fathom.checkpoints.twin import (
     whole,
     write_twin,
 )
+from fathom.checkpoints.untrusted import check_checkpoint
 from fathom.errors import ModelError
 from fathom.models import FathomConfig
 from fathom.models.registry import mechanism_name

@@ -16,7 +16,7 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import branch, train
 from fathom.training.build import Training
-from fathom.training.first import FirstSteps
+from fathom.training.first_steps import FirstSteps
 from tests.tiny import export_tiny, make_conversations
 
 
@@ -130,13 +130,13 @@ def test_a_comparison_counts_what_forgets_as_diverged(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the worker would end, and the same command would meet the same run again."""
-    from fathom.experiments import schedule
+    from fathom.experiments import scheduler
     from fathom.experiments.task_claims import Claims
 
     def forgets(*arguments: object, **given: object) -> None:
         raise TrainingError("step 3: the loss went from 2.0 to 5.0", 3)
 
-    monkeypatch.setattr(schedule, "train", forgets)
+    monkeypatch.setattr(scheduler, "train", forgets)
     with Claims(tmp_path / "claims").take("run") as claim:
-        assert schedule.Task(tmp_path, tmp_path / "run", "arm", 0, lambda: recipe).run(claim)
+        assert scheduler.Task(tmp_path, tmp_path / "run", "arm", 0, lambda: recipe).run(claim)
     assert json.loads((tmp_path / "run" / "failed.json").read_text())["step"] == 3

@@ -3,7 +3,7 @@
 Names, links, the configuration and every safetensors header are checked before a weight is loaded. Pickles are never
 opened, nothing is downloaded, and no code of the directory runs.
 
-`fathom check`, which compares the logits with those of the family's own class, is `proof.py`. `families/keys.py`
+`fathom check`, which compares the logits with those of the family's own class, is `same_logits.py`. `families/keys.py`
 refuses keys of `config.json`, and `models/loading.py` missing, unknown and misshapen tensors. `tensors.py` says which
 formats may hold a pickle (`is_pickle`), and checks indexes and headers. After these checks, `open.py` lets transformers
 run Python files of the directory only with `trust_remote_code`.
@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from fathom.checkpoints.layout import (
+from fathom.checkpoints.file_names import (
     ADAPTER_CONFIG,
     CONFIG,
     GENERATION_CONFIG,

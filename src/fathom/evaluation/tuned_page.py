@@ -1,7 +1,7 @@
 """The report on a base and a new model: a page, a card in Markdown, and rows for a terminal.
 
-`pairs.py` asks the questions, and makes the verdict: Holm's adjustment, contaminated questions, models below guessing.
-`origin.py` finds the runs and the corpus.
+`tuned.py` asks the questions, and makes the verdict: Holm's adjustment, contaminated questions, models below guessing.
+`tuned_origin.py` finds the runs and the corpus.
 """
 
 from __future__ import annotations

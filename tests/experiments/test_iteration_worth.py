@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from benchmarks.ladder_simulation import PHI, simulate_trips
 
-from fathom.experiments.trips import ONE_BUDGET, worth
+from fathom.experiments.iteration_worth import ONE_BUDGET, worth
 
 NOISE = (0.003, 0.003, 0.01)
 

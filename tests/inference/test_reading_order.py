@@ -9,8 +9,7 @@ import pytest
 from fathom.inference import engine as engines
 from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, token_bytes
 from fathom.inference.engine import Engine
-from fathom.inference.sampling import Choice
-from fathom.inference.schedule import (
+from fathom.inference.reading_order import (
     BOUND,
     CHUNK,
     FEW,
@@ -29,6 +28,7 @@ from fathom.inference.schedule import (
     rest,
     taken,
 )  # fmt: skip
+from fathom.inference.sampling import Choice
 from fathom.kvcache.policy import Policy
 from tests.inference.test_engine import BUDGET, Collected, alone, submitted_at_once
 from tests.models.cases import build, config_of

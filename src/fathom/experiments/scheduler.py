@@ -27,13 +27,13 @@ from typing import ClassVar
 
 import torch
 
-from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, MACHINE, RESULT
+from fathom.checkpoints.file_names import ARMS, CLAIMS, FAILED, MACHINE, RESULT
 from fathom.corpus.recipe import Executor
 from fathom.corpus.remote import require_scheduler, schedule, slurm_script
 from fathom.errors import FathomError, SettingsError, TrainingError
 from fathom.experiments.compare_results import Failure
 from fathom.experiments.task_claims import Claim, Claims
-from fathom.experiments.team import Team
+from fathom.experiments.workers import Team
 from fathom.recipe import Recipe
 from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
