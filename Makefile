@@ -52,7 +52,7 @@ test-all: lint
 # dependencies bring no torch. What ran when: benchmarks/results/transformers-versions.md.
 VERSIONS ?= 5.16.0 5.24.0
 ON_EACH = tests/kvcache $(addprefix tests/models/,test_cache_name.py test_mechanisms.py $(addprefix hosts/,test_hosted_layer.py test_router.py)) \
-  $(addprefix tests/checkpoints/,test_export.py test_edited.py test_proof.py)
+  $(addprefix tests/checkpoints/,test_export.py test_edited.py test_same_logits.py)
 test-transformers: setup
 	@for version in $(VERSIONS); do \
 	  there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \

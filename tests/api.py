@@ -26,7 +26,7 @@ SECTIONS = {
     ),
     "Models": (
         *("load", "checkpoints.open.Opening", "checkpoints.open.open_checkpoint", "FathomForCausalLM", "FathomConfig"),
-        *("export", "check", "checkpoints.check.check_checkpoint", "checkpoints.proof.Check"),
+        *("export", "check", "checkpoints.untrusted.check_checkpoint", "checkpoints.same_logits.Check"),
     ),
     "Mechanisms and families": (
         *("add_mechanism", "models.axes.roles.Mechanism", "models.axes.roles.Cost", "models.axes.roles.ValueMixer"),

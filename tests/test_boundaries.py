@@ -79,12 +79,12 @@ FOREIGN = {
     "inference.structure inference.prefixes",
     "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
-    "safetensors": "checkpoints.families.tensors kvcache.stored lineage.attacks training.adapters",
+    "safetensors": "checkpoints.families.tensor_names kvcache.stored lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity inference.control",
     "yaml": "checkpoints.find checkpoints.runs settings corpus deepen.heal experiments.compare_page "
     "experiments.ladder_page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
-    "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page experiments.compare_page "
+    "markupsafe": "report evaluation.caches.page evaluation.tuned_page evaluation.scores_page experiments.compare_page "
     "experiments.ladder_page",
     "filelock": "report.files",
     "rich": "report training.tracking evaluation deepen experiments cli",

@@ -25,7 +25,7 @@ from fathom.checkpoints.shrink import read_as_class, shrink
 from fathom.checkpoints.twin import make_batch, off, quiet, runs_in_sdpa, whole, write_twin
 
 from .edits import Config, another, declared, draw
-from .test_proof import config_of
+from .test_same_logits import config_of
 
 BASES = {
     **{"llama": "llama-gqa", "mistral": "mistral-window", "qwen2": "qwen2-window", "qwen3": "qwen3"},

@@ -33,7 +33,6 @@ from fathom.data.cloud import RemoteFile, find_remote, is_url
 from fathom.data.shards import FORMAT, INDEX, first_line
 from fathom.data.tables import table_rows
 from fathom.errors import DataError, to_install
-from fathom.settings import assignment
 
 if TYPE_CHECKING:
     from pyarrow.parquet import RowGroupMetaData
@@ -349,8 +348,7 @@ def _refuse_prepared(folder: Path) -> None:
         raise DataError(f"{folder} was written by `save_to_disk` of datasets: {remedy}")
     index = folder / INDEX
     if index.is_file() and FORMAT.encode() in index.read_bytes():
-        data = shlex.quote(assignment("data.directory", folder))
-        raise DataError(f"{folder} is a prepared corpus already: `fathom train RECIPE {data}` reads it")
+        raise DataError(f"{folder} is a prepared corpus already: `fathom train` reads it as data.directory")
 
 
 def is_list(file: Path) -> bool:

@@ -37,7 +37,7 @@ from fathom.lineage import (
     planes,
     signs,
     starts,
-    values,
+    value_channels,
     verdict,
     vocabulary,
 )
@@ -258,14 +258,14 @@ def _values(
     """Run T5 (value channels) on the same pairs of layers as T4. If T4 calls the models related, all heads together are
     compared too."""
     a, b = models
-    usable = [p for p in pairs if values.has_values(a, p[0]) and values.has_values(b, p[1])]
+    usable = [p for p in pairs if value_channels.has_values(a, p[0]) and value_channels.has_values(b, p[1])]
     out: dict[str, list[NeuronCount]] = {}
     for i, j in _drawn(usable, a, b, options):
         progress(f"values of layers {i} and {j}")
         for left, right in frames:
             tries = []
-            for basis in values.bases(a, b) if related else values.bases(a, b)[:2]:
-                one, other = values.in_frame(a, i, left, basis), values.in_frame(b, j, right, basis)
+            for basis in value_channels.bases(a, b) if related else value_channels.bases(a, b)[:2]:
+                one, other = value_channels.in_frame(a, i, left, basis), value_channels.in_frame(b, j, right, basis)
                 sides = [(one.read, other.read, False), (one.write, other.write, False)]
                 tries.append(NeuronCount((i, j), *neurons.agreement(sides, options.drawn)))
             out.setdefault(left.name, []).append(max(tries, key=lambda count: count.paired))
@@ -769,7 +769,7 @@ def _significant(pair: Pair, family: str = "feed-forward") -> list[NeuronCount]:
     """The pairs of layers whose neurons (or value channels) are paired significantly more often than by chance."""
     if family == "attention":
         every = [count for some in pair.values.values() for count in some]
-        share = max(1 / evidence.UNIVERSAL, values.chance(pair.a), values.chance(pair.b))
+        share = max(1 / evidence.UNIVERSAL, value_channels.chance(pair.a), value_channels.chance(pair.b))
         return [count for count in every if count.p(share, evidence.BASES * len(every)) <= evidence.ALPHA]
     total = sum(map(len, pair.neurons.values()))
     return [

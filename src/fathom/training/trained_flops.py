@@ -16,6 +16,7 @@ from fathom.models.cost import flops_per_token, training_flops_range
 from fathom.models.decoder.arithmetic import head_flops
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
+from fathom.training.distill import teacher_of
 from fathom.training.adapters import adapt
 from fathom.training.optimizer import freeze
 
@@ -39,9 +40,9 @@ def step_flops_range(recipe: Recipe) -> tuple[float, float, float]:
 def _distill_flops(recipe: Recipe) -> float:
     """FLOPs per token of distillation: the teacher's forward pass, and the model's logits with their gradients, which
     the divergence needs in addition to those of the cross-entropy."""
-    if recipe.distill.teacher is None:
+    if (name := teacher_of(recipe)) is None:
         return 0.0
-    teacher = config_of({"from_pretrained": recipe.distill.teacher})
+    teacher = config_of({"from_pretrained": name})
     return flops_per_token(teacher, recipe.data.sequence_length) + 3 * head_flops(recipe.config())
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fathom.models.recurrences import mixture as module
+from fathom.models.recurrences import vocabulary_mixture as module
 from fathom.models.recurrences.vocabulary_mixture import mixture
 
 VOCABULARY, WIDTH = 41, 8
