@@ -348,7 +348,9 @@ def _refuse_prepared(folder: Path) -> None:
         raise DataError(f"{folder} was written by `save_to_disk` of datasets: {remedy}")
     index = folder / INDEX
     if index.is_file() and FORMAT.encode() in index.read_bytes():
-        raise DataError(f"{folder} is a prepared corpus already: `fathom train` reads it as data.directory")
+        raise DataError(
+            f"{folder} is a prepared corpus already: `fathom train RECIPE data.directory={folder}` reads it"
+        )
 
 
 def is_list(file: Path) -> bool:

@@ -183,7 +183,7 @@ class FathomConfig(DecoderConfig):
             )
 
     @property
-    def across_trips(self) -> str:
+    def read_across_trips(self) -> str:
         """How the mixer reads sources from earlier iterations, as its options or the recurrence's rule say."""
         return across_trips(self)
 

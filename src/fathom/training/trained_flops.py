@@ -16,8 +16,8 @@ from fathom.models.cost import flops_per_token, training_flops_range
 from fathom.models.decoder.arithmetic import head_flops
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
-from fathom.training.distill import teacher_of
 from fathom.training.adapters import adapt
+from fathom.training.distill import teacher_of
 from fathom.training.optimizer import freeze
 
 _shares: dict[str, float] = {}

@@ -181,7 +181,7 @@ class BlendedMixer(Blended, ValueMixer):
         counts layers with keys."""
         loop, layer = config.recurrence_options, config.keyed_layers[place[0]]
         again = loop.get("prelude", 0) <= layer < config.num_hidden_layers - loop.get("coda", 0)
-        crosses = config.recurrence != "once" and again and config.across_trips != "none"
+        crosses = config.recurrence != "once" and again and config.read_across_trips != "none"
         return crosses or bool(cls.source_layers(config, *place))
 
     def of_sources(self, query: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

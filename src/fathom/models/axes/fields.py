@@ -106,7 +106,7 @@ class DecoderConfig(Qwen3Config):
         return tuple(i for i, kind in enumerate(self.layer_types) if kind in KEYED)
 
     @property
-    def across_trips(self) -> str:
+    def read_across_trips(self) -> str:
         """How the mixer reads sources from earlier iterations: `none`, `same_layer`, `grid` or `first`."""
         return "none"
 
