@@ -40,7 +40,8 @@ def test_characters_that_the_output_s_encoding_lacks_are_escaped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """A pipe on Windows has no arrow, and UTF-8 no name that is not UTF-8: both ended in a traceback."""
-    for encoding, name, shown in (("cp1252", "\u2192", "\\u2192"), ("utf-8", "n\udcff", "n\\udcff")):
+    cases = ("cp1252", "\u2192", "\\u2192"), ("ascii", "\U0001f600", "\\ud83d\\ude00"), ("utf-8", "n\udcff", "n\\udcff")
+    for encoding, name, shown in cases:
         output = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict")
         with monkeypatch.context() as patched:
             patched.setattr(sys, "stdout", output)

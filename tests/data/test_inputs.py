@@ -21,6 +21,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.corpus import prepare as prepare_module
+from fathom.data import sources
 from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading, find_files, find_sources
 from fathom.errors import DataError
@@ -304,3 +305,10 @@ def test_what_is_no_text_names_the_remedy(
         return
     with pytest.raises(DataError, match=says):
         find_sources(inputs, Reading())
+
+
+def test_a_number_of_a_list_may_go_on_in_the_next_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text("[12, 1500.0, 1.5e3, -0.25]")
+    for size in range(1, 16):
+        monkeypatch.setattr(sources, "LIST_CHARACTERS", size)
+        assert list(sources.list_items(tmp_path / "a.json")) == [12, 1500.0, 1500.0, -0.25], size

@@ -19,6 +19,8 @@ from transformers import (
     MistralForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     RwkvConfig,
     RwkvForCausalLM,
     TopKLogitsWarper,
@@ -205,6 +207,17 @@ def test_a_class_that_reads_no_cache_is_refused():
     small = dict(vocab_size=61, hidden_size=16, num_hidden_layers=2, attention_hidden_size=16, context_length=32)
     with pytest.raises(SettingsError, match="rwkv does not continue a text from transformers' cache"):
         Engine(RwkvForCausalLM(RwkvConfig(**small)).eval(), BUDGET)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_class_with_a_state_of_its_own_is_refused(dtype):
+    """Texts that it reads by turns would overwrite one another's."""
+    small = dict(vocab_size=61, hidden_size=16, num_hidden_layers=3, lru_width=16)
+    heads = dict(num_attention_heads=2, intermediate_size=32, attention_window_size=16)
+    torch.manual_seed(0)
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**small, **heads)).to(dtype).eval()
+    with pytest.raises(SettingsError, match="recurrent_gemma does not continue a text"):
+        Engine(model, BUDGET)
 
 
 def test_caches_of_constant_size_take_turns():

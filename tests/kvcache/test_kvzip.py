@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fathom.kvcache import reconstruct
+from tests.models.cases import build, config_of
 
 from .cases import S, cached, model_of, tokens
 
@@ -77,6 +78,16 @@ def test_a_loop_is_the_deeper_model_that_it_unrolls_to():
     ids, request, question = tokens(1, T), tokens(1, 5, seed=9), tokens(1, 6, seed=4)
     a, b = (model(question, past_key_values=reconstruct(model, ids, request)).logits for model in (looped, plain))
     assert (a - b).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_a_recurrence_that_reads_logits():
+    """With half of the entries, reading a question changes little, as in a plain model."""
+    model = build(config_of("ponder"))
+    ids, request, question = tokens(1, T), tokens(1, 5, seed=9), tokens(1, 6, seed=4)
+    found = model(question, past_key_values=reconstruct(model, ids, request, ratio=0.5)).logits
+    whole, none = model(torch.cat([ids, question], 1)).logits[:, T:], model(question).logits
+    assert (found - whole).abs().mean() < 0.5 * (none - whole).abs().mean()
 
 
 def test_what_is_refused():

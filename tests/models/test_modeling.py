@@ -87,7 +87,9 @@ def test_a_resized_head_scales_and_caps_as_before(tied, tmp_path):
     """transformers makes a plain linear layer of it."""
     model, ids = build(config_of("vanilla@gemma", tie_word_embeddings=tied)), tokens(2, 7)
     wanted = model(ids).logits
+    model.lm_head.weight.requires_grad_(False)
     model.resize_token_embeddings(70)
+    assert not model.lm_head.weight.requires_grad
     found = model(ids).logits
     assert found.shape[-1] == 70 and (found[..., :61] - wanted).abs().max() < 1e-5
     model.save_pretrained(tmp_path)

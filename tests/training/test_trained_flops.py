@@ -1,5 +1,6 @@
 """FLOPs of a step that trains a part of a model are those of a counter on the model itself."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -99,19 +100,22 @@ def test_a_frozen_arm_gets_more_steps_at_equal_flops():
     )
 
 
-def test_distillation_is_counted_as_a_counter_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("only", [[], ["model.norm"], ["lm_head"]])
+def test_distillation_is_counted_as_a_counter_does(tmp_path: Path, only: list[str]) -> None:
     """The teacher reads every token, and the divergence needs the model's logits."""
     teacher = FathomForCausalLM(small("model.num_hidden_layers=2").config()).eval().requires_grad_(False)
     teacher.save_pretrained(tmp_path)
-    recipe = small(f"distill.teacher={tmp_path}")
+    trains = f"optim.only={json.dumps(only)}", "model.tie_word_embeddings=false"
+    recipe = small(f"distill.teacher={tmp_path}", *trains)
     model = FathomForCausalLM(recipe.config()).train()
+    freeze(model, recipe.optim.only)
     for one in (model, teacher):
         one.set_attn_implementation("eager")
     ids = torch.randint(3, 50, (2, (LENGTH + 1) // 2))
     batch = Batch(ids, ids, None, ids.numel())
     with FlopCounterMode(display=False) as counter:
         distilled(forward(model, batch, with_logits=True), teacher, batch, recipe.distill).loss.backward()
-    found, alone = counter.get_total_flops() / ids.numel(), step_flops(small())
+    found, alone = counter.get_total_flops() / ids.numel(), step_flops(small(*trains))
     assert step_flops(recipe) == pytest.approx(found, rel=0.02)
     assert found > 1.2 * alone
     assert estimate(recipe).training_flops == pytest.approx(step_flops(recipe) * estimate(recipe).tokens)

@@ -60,6 +60,14 @@ def is_gguf(path: Path) -> bool:
     return path.suffix == SUFFIX and path.is_file()
 
 
+class Named(LocalOrigin):
+    """Files that the user named, whose names may hold any character."""
+
+    def at(self, path: str) -> Path:
+        """Where a file lies."""
+        return self.directory / path
+
+
 def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase]:
     """Model and tokenizer of a GGUF file.
 
@@ -69,10 +77,9 @@ def open_gguf(path: Path, dtype: str = "auto", **changes: object) -> tuple[Fatho
         changes: Keys of the configuration, such as `mixer`.
     """
     wanted = torch.float32 if dtype == "auto" else getattr(torch, dtype)
-    origin = LocalOrigin(path.parent)
-    header = read_gguf_header(origin, path.name)
-    factors = read_gguf_vector(origin, path.name, header, FACTORS)
     try:
+        header = read_gguf_header(origin := Named(Path()), str(path))
+        factors = read_gguf_vector(origin, str(path), header, FACTORS)
         own = require_read(header[0], (name for name, *_ in header[1]), factors)
         stock: Any = AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=wanted, local_files_only=True, **_unpacked(), **own

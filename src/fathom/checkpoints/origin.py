@@ -105,14 +105,18 @@ class LocalOrigin:
         self.name = str(directory)
         self.bytes_read = 0
 
+    def at(self, path: str) -> Path:
+        """Where a file lies; its name may come from another file, so it must not point outside."""
+        return self.directory / safe_name(path)
+
     def exists(self, path: str) -> bool:
         """Whether the file is there."""
-        return (self.directory / safe_name(path)).is_file()
+        return self.at(path).is_file()
 
     def size(self, path: str) -> int:
         """Length of a file in bytes."""
         try:
-            return (self.directory / safe_name(path)).stat().st_size
+            return self.at(path).stat().st_size
         except FileNotFoundError:
             raise Absent(f"{path}: no such file") from None
 
@@ -123,7 +127,7 @@ class LocalOrigin:
     def _read(self, path: str, start: int, stop: int) -> bytearray:
         buffer = bytearray(stop - start)
         view, done = memoryview(buffer), 0
-        with open(self.directory / safe_name(path), "rb", buffering=0) as file:
+        with open(self.at(path), "rb", buffering=0) as file:
             file.seek(start)
             while done < len(buffer):
                 got = file.readinto(view[done : done + (1 << 30)])  # the system reads at most 2 GiB at once

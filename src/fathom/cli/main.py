@@ -8,8 +8,10 @@ transformers when it runs, if at all: `corpus`, `prepare` and `lineage` need nei
 from __future__ import annotations
 
 import argparse
+import codecs
 import errno
 import io
+import json
 import re
 import sys
 import warnings
@@ -92,11 +94,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, 1)  # a full disk; safetensors is not imported here, to keep --help fast
 
 
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """An error handler of codecs that writes `\\uXXXX`, as JSON does."""
+    assert isinstance(error, UnicodeEncodeError)
+    return json.dumps(error.object[error.start : error.end])[1:-1], error.end
+
+
 def _print_anything() -> None:
     """Print characters that the output's encoding lacks, as in a pipe on Windows, as escapes, instead of failing."""
+    codecs.register_error("fathom", _escaped)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+            stream.reconfigure(errors="fathom")
 
 
 @contextmanager

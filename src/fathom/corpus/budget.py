@@ -16,7 +16,7 @@ from fathom.errors import DataError
 LEAST = 100
 """The smallest weight that shares are given, so that rounding changes no share by more than half a percent ..."""
 FINEST = 1 << 19
-"""... unless their sum would exceed this: the order of so many rows takes seconds to compute."""
+"""... unless their sum would exceed this: the order of so many rows takes half a second to compute."""
 
 
 @dataclass(frozen=True)

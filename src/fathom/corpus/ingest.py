@@ -404,7 +404,7 @@ class _Reader:
         with opened(path) as file:
             wide = encoding == "utf-8" and file.read(4).startswith(WIDE)
         if wide or not line.encode(encoding, "replace").endswith(line.encode("utf-8")):
-            raise DataError(f"{path}: the separator is only found in UTF-8 and what has its bytes: convert the file")
+            raise DataError(f"{path}: the separator is looked for in UTF-8, and this file is not: convert the file")
 
     def _row(
         self, place: str, kind: str, payload: Payload, known: Mapping[str, object] | None = None

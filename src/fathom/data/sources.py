@@ -348,9 +348,7 @@ def _refuse_prepared(folder: Path) -> None:
         raise DataError(f"{folder} was written by `save_to_disk` of datasets: {remedy}")
     index = folder / INDEX
     if index.is_file() and FORMAT.encode() in index.read_bytes():
-        raise DataError(
-            f"{folder} is a prepared corpus already: `fathom train RECIPE data.directory={folder}` reads it"
-        )
+        raise DataError(f"{folder} is a prepared corpus already: `fathom train RECIPE data.directory=FOLDER` reads it")
 
 
 def is_list(file: Path) -> bool:
@@ -370,7 +368,7 @@ def list_items(file: Path) -> Iterator[object]:
                 value, end, problem = None, len(buffer), first_line(error)
             else:
                 problem = "it does not end"
-            if end == len(buffer):  # an item that may go on
+            if end == len(buffer) or buffer[end] in ".eE":  # an item that may go on, a number such as 1.5e3 among them
                 if not (more := text.read(max(LIST_CHARACTERS, len(buffer) - at))):
                     raise DataError(f"{file}: bad JSON list: {problem}")
                 buffer, at = buffer[at:] + more, 0

@@ -722,22 +722,31 @@ def may_chunk(model: PreTrainedModel) -> bool:
 @torch.inference_mode()
 def continues(model: PreTrainedModel, part: int) -> bool:
     """Whether a model of transformers, after half of a few tokens, reads the others in parts of `part` tokens with the
-    same result as all at once. It is tried once."""
+    same result as all at once, also if it reads another text in between. It is tried once."""
     known = _CONTINUES.setdefault(model, {})
     if part not in known:
         ids = (torch.arange(PROBED, device=model.device) + 3).unsqueeze(0) % model.config.get_text_config().vocab_size
-        cache = DynamicCache(config=model.config)
-        for piece in ids.split([PROBED // 2, *[part] * (PROBED // 2 // part)], dim=1):
-            found = model(piece, use_cache=True, **passed(model, cache)).logits[:, -1].float()
+        alone, beside = (_in_parts(model, ids, part, other) for other in (None, ids.flip(1)))
         whole = model(ids, use_cache=False).logits[:, -1].float()
         near = 0.1 if model.dtype.itemsize <= 2 else 1e-3
-        known[part] = not bool((found - whole).norm() > near * whole.norm())  # NaN is reported with each text
+        differs = (alone - whole).norm() > near * whole.norm() or (alone - beside).norm() > 1e-3 * whole.norm()
+        known[part] = not bool(differs)  # NaN is reported with each text
     return known[part]
 
 
+def _in_parts(model: PreTrainedModel, ids: Tensor, part: int, other: Tensor | None) -> Tensor:
+    """The last logits of a text of which the second half is read in parts, the other text after each."""
+    cache = DynamicCache(config=model.config)
+    for piece in ids.split([PROBED // 2, *[part] * (PROBED // 2 // part)], dim=1):
+        found = model(piece, use_cache=True, **passed(model, cache)).logits[:, -1].float()
+        if other is not None:
+            model(other, use_cache=True, **passed(model, DynamicCache(config=model.config)))
+    return found
+
+
 def refuse_forgetful(model: PreTrainedModel) -> None:
-    """Refuse a model of transformers whose class does not continue a text from the cache that it is given, as
-    RWKV's."""
+    """Refuse a model of transformers whose class does not continue a text from the cache that it is given: RWKV's, and
+    RecurrentGemma's, which keeps the state in its modules."""
     kind = model.config.model_type
     try:
         able = isinstance(model, FathomForCausalLM) or continues(model, 1)

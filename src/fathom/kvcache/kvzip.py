@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from fathom.models.axes.cache_name import passed
-from fathom.models.modeling import FathomModel
+from fathom.models.modeling import FathomForCausalLM, FathomModel
 from fathom.models.trips.slots import with_banks
 
 from .build import cache_of, config_of
@@ -115,17 +115,18 @@ def reconstruct(
     if not all(type(own) is DynamicLayer and state is None for own, state in own_layers(config)):
         raise ValueError("kvzip needs layers that keep the whole context: use another method for this model")
     method = KVzip(Once.at(length, sinks, ratio), Rope(config))
+    head = {"head": model.lm_head} if isinstance(model, FathomForCausalLM) else {}  # `ponder` reads logits
     full, was = Cache(layers=[Reader() for _ in own_layers(config)]), decoder.config._attn_implementation
     decoder.config._attn_implementation = observed_backend(decoder)
     try:
-        decoder(ids, use_cache=True, **passed(decoder, full))
+        decoder(ids, use_cache=True, **head, **passed(decoder, full))
         readers = cast("list[Reader]", full.layers)  # in a loop one for each iteration
         for start in range(0, length, chunk):
             repeated = ids[:, start : start + chunk]
             for reader in readers:
                 reader.repeated, reader.sinks = (start, start + repeated.shape[1]), sinks
             words = request.to(ids.device).expand(len(ids), -1)
-            decoder(torch.cat([words, repeated], dim=1), use_cache=True, **passed(decoder, full))
+            decoder(torch.cat([words, repeated], dim=1), use_cache=True, **head, **passed(decoder, full))
             for reader in readers:
                 reader.forget(length)
     finally:

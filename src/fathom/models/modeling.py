@@ -690,6 +690,7 @@ class FathomForCausalLM(FathomPreTrainedModel, FathomGenerationMixin):
         made: nn.Linear = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
         if not isinstance(old_lm_head, ScaledHead):
             return made
+        made.requires_grad_(old_lm_head.weight.requires_grad)  # transformers asks the old head afterwards
         old_lm_head.weight, old_lm_head.bias, old_lm_head.out_features = made.weight, made.bias, made.out_features
         return old_lm_head
 

@@ -43,7 +43,19 @@ def _distill_flops(recipe: Recipe) -> float:
     if (name := teacher_of(recipe)) is None:
         return 0.0
     teacher = config_of({"from_pretrained": name})
-    return flops_per_token(teacher, recipe.data.sequence_length) + 3 * head_flops(recipe.config())
+    return flops_per_token(teacher, recipe.data.sequence_length) + _head_products(recipe) * head_flops(recipe.config())
+
+
+def _head_products(recipe: Recipe) -> int:
+    """Products with the head: forward, and the gradients of its weight and of its input, where something needs them."""
+    if not recipe.optim.only and recipe.lora.rank is None:
+        return 3
+    with torch.device("meta"):
+        model = FathomForCausalLM(recipe.config())
+    freeze(model, recipe.optim.only)
+    adapt(model, recipe)
+    head = model.lm_head.weight
+    return 1 + head.requires_grad + any(p.requires_grad for p in model.parameters() if p is not head)
 
 
 def trained_share(recipe: Recipe) -> float:

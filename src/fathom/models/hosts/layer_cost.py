@@ -72,9 +72,8 @@ def _costs(asked: _ByShape) -> tuple[LayerCost, ...]:
 def _cost(layer: nn.Module, config: DecoderConfig, theirs: Any, keyed: bool) -> LayerCost:
     flops, idle, kept = 0.0, 0.0, 4.0 * config.hidden_size
     routers = (cast(Any, m).top_k for m in layer.modules() if isinstance(getattr(m, "top_k", None), int))
-    chosen: int | None = next(
-        routers, getattr(theirs, "top_k_experts", None)
-    )  # Gemma 4's router asks its configuration
+    # Gemma 4's router asks its configuration.
+    chosen: int | None = next(routers, getattr(theirs, "top_k_experts", None))
     for part in layer.modules():
         for name, weight in part.named_parameters(recurse=False):
             visited = _visited(part, weight, chosen)
