@@ -9,10 +9,11 @@
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
 `timing.measure` counts the tensors for which that holds, and the report prints the count.
 
-`plan.py` refuses a directory with runs of another recipe. `arms.py` decides each arm's steps and what it may
-override. `scheduler.py` runs the tasks and writes `failed.json`; `task_claims.py` decides when a worker takes over.
-`training/heldout.py` scores all models on the same tokens. `differences.py` computes the report and its verdict, and
-decides whether the report is exploratory (`plan_changed`); `report/statistics.py` decides what is significant.
+`plan.py` makes a run of each arm with each seed, and refuses a directory with runs of another recipe. `arms.py` decides
+each arm's steps and what it may override. `scheduler.py` runs the tasks and writes `failed.json`; `task_claims.py`
+decides when a worker takes over. `training/heldout.py` scores all models on the same tokens. `differences.py` computes
+the report and its verdict, and decides whether the report is exploratory (`plan_changed`); `report/statistics.py`
+decides what is significant.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Finds the layer of model A from which each layer of model B comes: for pruned, repeated, reordered, looped and merged
-stacks.
+"""Traces each layer of model B to the layer of model A from which it comes: for pruned, repeated, reordered, looped and
+merged stacks.
 
 T4 compares every layer of B with every layer of A: it counts neurons that are paired alike by their inputs and by their
 outputs. A layer has a source if the best count is significant after Bonferroni over all pairs of layers and frames. A

@@ -1,4 +1,7 @@
-"""The contents of `report.json` of `fathom evaluate caches`."""
+"""The contents of `report.json` of `fathom evaluate caches`.
+
+`evaluate.py` measures the parts; `kept` in `evaluation/scoring.py` stores each part and skips it when resuming.
+"""
 
 from __future__ import annotations
 
