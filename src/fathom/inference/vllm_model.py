@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from vllm.model_executor.models.transformers import TransformersForCausalLM
 
 from fathom.models import FathomConfig
+from fathom.models.modeling import FathomModel
 from fathom.models.trips.engines import engine_config
 from fathom.models.trips.slots import plan
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# vLLM's compiler binds arguments by the signature, which `by_any_name` takes from the method that it wraps.
+FathomModel.forward = FathomModel.forward.__wrapped__  # type: ignore[method-assign]
 
 
 class FathomForVllm(TransformersForCausalLM):
