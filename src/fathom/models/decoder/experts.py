@@ -80,7 +80,7 @@ class SparseFeedForward(KeepsLogits, nn.Module):
 
     def _all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """Every expert over every token."""
-        share = torch.zeros(len(x), len(self.experts), dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
+        share = torch.zeros(x.shape[0], len(self.experts), dtype=x.dtype, device=x.device).scatter(1, chosen, weights)
         made: Any = sum(expert(x) * share[:, e, None] for e, expert in enumerate(self.experts))
         return made
 
