@@ -172,7 +172,8 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     beyond = mechanism_cost(config).training_flops
     if not sizes:
         layers = 3 * (_forward_flops(config, sequence_length) - head_flops(config))
-        return layers + loss_flops(config) + _scores_again(config, sequence_length) + beyond + penalty
+        again = _scores_again(config, sequence_length) - _unread(config, sequence_length)
+        return layers + loss_flops(config) + again + beyond + penalty
     trips, kept = sizes[-1], _kept(config, len(sizes))
     trip = _linear_flops(_of_trips(config, 1))
     between = _linear_flops(config) - trips * trip  # for all trips: gates, mixtures
@@ -202,6 +203,21 @@ def _scores_again(config: FathomConfig, sequence_length: int) -> float:
     for visit in first:
         reads[visit.layer] -= 1
     return _attention(config, sequence_length, reads) / 2
+
+
+def _unread(config: FathomConfig, sequence_length: int) -> float:
+    """The FLOPs of backward passes that a fed pause saves: no iteration reads the output of an earlier one, so in
+    these the last layer has no gradients beyond its keys and values."""
+    recurrence, (*earlier, _) = recurrence_class(config), plan(config)
+    if not recurrence.foresees(config) or config.recurrence_options.get("early_loss"):
+        return 0.0
+    last, reads = config.num_hidden_layers - 1, range(1, len(earlier) + 1)  # in view DUO, the only one here
+    if config.host:
+        flops, stored = layer_costs(config)[last].flops, layer_costs(config)[last].stored
+    else:
+        flops, stored = float(layer_flops(config)), layer_cache_bytes(config, 1)
+    scores = _attention(config, sequence_length, [0] * last + [sum(reads)])
+    return 2 * (len(earlier) * (flops - 2 * config.hidden_size * stored) + scores)
 
 
 def _linear_flops(config: FathomConfig) -> float:
