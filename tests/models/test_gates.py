@@ -4,13 +4,16 @@ from dataclasses import fields
 
 import pytest
 import torch
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.axes.blend import Blended
 from fathom.models.axes.gates import Gates
+from fathom.models.configuration import LOCAL
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.registry import MECHANISMS
 from fathom.training.optimizer import decays
+from tests.tiny import seeded
 
 from .cases import BACKBONES, CASES, SHAPE, build, config_of, tokens, with_gains
 from .oracle import agree, oracle_of, truth
@@ -164,3 +167,19 @@ def test_blended_parts_without_gates_have_none():
     """Gates cost nothing where λ is a number."""
     model = FathomForCausalLM(config_of("depth_attention-blend"))
     assert all(part.blend_gates is None for part in model.modules() if isinstance(part, Blended))
+
+
+def test_gates_of_heads_are_split_with_them_and_not_broadcast():
+    """Tensor parallelism gives a process some heads: the whole gates against one head would make two heads of it."""
+    gates, value = Gates((2, 1, 3)), torch.randn(2, 2, 5, 3, generator=seeded(0))
+    with torch.no_grad():
+        gates.gain.copy_(torch.arange(6.0)), gates.mix.copy_(torch.arange(6.0, 12.0))
+    whole, part = gates(value, value), Gates((2, 1, 3))
+    for head in (0, 1):
+        for name in ("gain", "mix"):
+            setattr(part, name, torch.nn.Parameter(getattr(gates, name)[3 * head : 3 * head + 3]))
+        assert torch.equal(part(value[:, [head]], value[:, [head]]), whole[:, [head]])
+    with pytest.raises(ValueError, match="parts of 1 of 2 key-value heads"):
+        gates(value[:, :1])
+    config = FathomConfig(**SHAPE, mixer="value_gain")
+    assert ("layers.*.self_attn.mixer.gates.gain" in config.base_model_tp_plan) == (LOCAL in ALL_PARALLEL_STYLES)

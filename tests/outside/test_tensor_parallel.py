@@ -25,6 +25,11 @@ BACKBONES: dict[str, dict[str, Any]] = {
     },
 }
 """Switches of other families than Qwen3, under depth_attention."""
+GATES: dict[str, dict[str, Any]] = {
+    "depth_attention:blend=learned,gates=channel": {"blend": "learned", "gates": "channel"},
+    "value_gain:queries=true": {"queries": True},
+}
+"""Numbers of each key-value head, which are split with the heads."""
 PROMPTS = [torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 23)]
 RANK = """
 import json, sys
@@ -57,6 +62,7 @@ def tokens(model: Any) -> list[list[int]]:
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     place = tmp_path_factory.mktemp("exports")
     found = {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention")}
+    found |= {name: exported(name.split(":")[0], place / name, mixer_options=GATES[name]) for name in GATES}
     return found | {name: exported("depth_attention", place / name, **BACKBONES[name]) for name in BACKBONES}
 
 
@@ -77,7 +83,7 @@ def answers(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     return json.loads(file.with_name("models.json.answers").read_text())
 
 
-@pytest.mark.parametrize("name", [*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention", *BACKBONES])
+@pytest.mark.parametrize("name", [*ONE_TRIP, *SEVERAL_TRIPS, "loop+depth_attention", *BACKBONES, *GATES])
 def test_tokens_are_those_of_one_process(name: str, answers: dict[str, Any], directories: dict[str, Path]) -> None:
     alone = AutoModelForCausalLM.from_pretrained(directories[name], dtype=torch.float32)
     assert answers[name] == {"tokens": tokens(alone), "share": 0.5}

@@ -17,15 +17,28 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers.activations import ACT2FN
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .axes.cache_name import CACHE
 from .axes.fields import DecoderConfig
+from .axes.roles import MixerOptions
 from .decoder.norms import NORMS
 from .foreign import reader, without
-from .registry import AXES, DEFAULTS, across_trips, check_trips, check_visits, recurrence_class, resolve_options
+from .registry import (
+    AXES,
+    DEFAULTS,
+    across_trips,
+    check_trips,
+    check_visits,
+    mechanism,
+    recurrence_class,
+    resolve_options,
+)
 
+LOCAL = "local_params"
+"""transformers' name for a module that computes with its own parts of parameters, in releases that have it."""
 CHOICES = {
     "norm": tuple(NORMS),
     "norm_placement": ("before", "after", "both"),
@@ -113,6 +126,11 @@ class FathomConfig(DecoderConfig):
         if self.qk_norm == "head":
             attention |= dict.fromkeys(("q_norm", "k_norm"), "replicated_with_grad_allreduce")
         attention["o_proj"] = "rowwise_split_input" if full else "rowwise"
+        if not full and LOCAL in ALL_PARALLEL_STYLES:
+            options = mechanism("mixer", self.mixer).options
+            for gates in options.of(self).head_gates if issubclass(options, MixerOptions) else ():
+                split = dict.fromkeys((f"mixer.{gates}.gain", f"mixer.{gates}.mix"), "colwise")
+                attention |= {f"mixer.{gates}": LOCAL, **split}
         mlp = dict.fromkeys(("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",), "colwise")
         mlp["down_proj"] = "rowwise"
         parts = {"self_attn": attention, "mlp.experts.*" if self.experts else "mlp": mlp}

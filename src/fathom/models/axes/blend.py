@@ -161,6 +161,11 @@ class BlendedMixerOptions(MixerOptions, BlendOptions):
     """For `blend: learned`: the mechanism's result comes from another sequence of the batch, at the same positions. It
     has the statistics of the true result without its content, so the option makes a control."""
 
+    @property
+    def head_gates(self) -> tuple[str, ...]:
+        """Those of learned gates by head or channel."""
+        return ("blend_gates",) if self.learned and self.gates != "layer" else ()
+
     def check(self, config: DecoderConfig) -> None:
         """Refuse `shuffled` unless `blend` is `learned`."""
         super().check(config)

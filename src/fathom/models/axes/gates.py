@@ -74,8 +74,15 @@ class Gates(nn.Module):
             mix: m.
             start: In place of the 1; 0 for what a pretrained model does not compute.
         """
-        made = widen(own) * (start + widen(self.gain).view(self.shape))
+        shape = self.shape if len(self.shape) == 1 else (-1, *self.shape[1:])  # tensor parallelism splits heads
+        gain = widen(self.gain).view(shape)
+        if len(shape) > 1 and len(gain) != own.shape[-3]:
+            raise ValueError(
+                f"gates by head or channel: attention was split into parts of {own.shape[-3]} of {len(gain)} key-value "
+                "heads, and its gates were not"
+            )
+        made = widen(own) * (start + gain)
         if mix is not None:
             assert self.mix is not None
-            made = torch.addcmul(made, widen(mix), widen(self.mix).view(self.shape).to(made.dtype))
+            made = torch.addcmul(made, widen(mix), widen(self.mix).view(shape).to(made.dtype))
         return made.to(own.dtype)

@@ -133,6 +133,11 @@ class MixerOptions(MechanismOptions):
 
     axis = "mixer"
 
+    @property
+    def head_gates(self) -> tuple[str, ...]:
+        """The mixer's modules of gates that have numbers of their own for each key-value head."""
+        return ()
+
 
 class ResidualOptions(MechanismOptions):
     """Options of a residual."""

@@ -35,6 +35,11 @@ class ValueGainOptions(MixerOptions):
     queries: bool = False
     """Whether the queries of a layer, a key-value head or a channel have a gain too."""
 
+    @property
+    def head_gates(self) -> tuple[str, ...]:
+        """Gains by head or channel."""
+        return () if self.gates == "layer" else ("gates", "query_gates")[: 1 + self.queries]
+
     def check(self, config: DecoderConfig) -> None:
         """Refuse gains on the queries of a family's own layers, and per-channel gains on queries, since RoPE rotates
         pairs of channels together."""
@@ -55,6 +60,7 @@ class ValueGain(ValueMixer):
         self.gates = Gates(shape, mixes=False)
         self.query_gates = Gates(shape, mixes=False) if options.queries else None
         self.asks = options.queries
+        self.group = config.num_attention_heads // config.num_key_value_heads
 
     def init_weights(self, std: float) -> None:
         """Start without a gain."""
@@ -69,9 +75,8 @@ class ValueGain(ValueMixer):
     def asked(self, query: Tensor) -> Tensor:
         """The scaled queries (1 + a) q; the queries of a group share the gain of their key-value head."""
         assert self.query_gates is not None
-        shape = self.query_gates.shape
-        heads = shape[0] if len(shape) > 1 else 1
-        return self.query_gates(query.unflatten(1, (heads, -1)).transpose(1, 2)).transpose(1, 2).reshape(query.shape)
+        grouped = query.unflatten(1, (-1, self.group))  # [B, H_kv, G, T, D]
+        return self.query_gates(grouped.transpose(1, 2)).transpose(1, 2).reshape(query.shape)
 
 
 def cost(config: DecoderConfig, visits: Sequence[Visit], scalar: int) -> Cost:
