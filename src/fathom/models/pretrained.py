@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ _ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
 """transformers renamed the method; the earlier name warns where the later one exists."""
 
 
+class _ExpertsOfFamily:
+    """Whether transformers can set an experts implementation: of a hosted model, its family's own class answers. A
+    class without a configuration, which transformers asks too, answers for itself."""
+
+    def __get__(self, model: FathomPreTrainedModel | None, owner: type) -> Callable[[], bool]:
+        host = "" if model is None else model.config.host
+        kind: Any = MODEL_MAPPING[CONFIG_MAPPING[host]] if host else super(FathomPreTrainedModel, owner)
+        asked: Callable[[], bool] = kind._can_set_experts_implementation
+        return asked
+
+
 class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     """Base class of all Fathom models, on top of transformers' `Qwen3PreTrainedModel`."""
 
@@ -44,6 +56,7 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
     _pp_plan: dict[str, object] = {}  # sources would have to be sent from stage to stage
     _step_known = False
     """Whether `set_step` was called, nothing follows the steps, or a warning was given."""
+    _can_set_experts_implementation: Any = _ExpertsOfFamily()
     _said = False
     """Whether a warning of a closed mechanism was given."""
     _passed = False
@@ -80,13 +93,6 @@ class FathomPreTrainedModel(StrictLoading, Qwen3PreTrainedModel):
                     f"attn_logit_softcapping needs attn_implementation {' or '.join(CAPPED)}, got {attn_implementation}"
                 )
         return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
-
-    def _can_set_experts_implementation(self) -> bool:  # asked of models, not of classes
-        """Whether transformers can set an experts implementation, answered by the family's own class for hosted
-        models."""
-        if not self.config.host:
-            return bool(super()._can_set_experts_implementation())
-        return bool(MODEL_MAPPING[CONFIG_MAPPING[self.config.host]]._can_set_experts_implementation())
 
     def set_experts_implementation(self, experts_implementation: Any) -> None:
         """Like transformers' method; also sets it in the configuration that a hosted family's experts read."""

@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, MODEL_MAPPING
 
 from fathom import FathomForCausalLM
 from fathom.models.hosts.router import Balance, Router
+from tests.tiny import tiny_config
 
 from .cases import SHAPES, ours_of, theirs_of, tokens
 
@@ -157,3 +158,10 @@ def test_the_implementation_of_experts_reaches_them():
     for name in ("batched_mm", "grouped_mm"):
         model.set_experts_implementation(name)
         assert model.model.layers[0].mlp.experts.config._experts_implementation == name
+
+
+def test_models_and_classes_are_asked_whether_an_implementation_of_experts_can_be_set():
+    """transformers' own tests ask a class, which has no family."""
+    asked = "_can_set_experts_implementation"
+    assert getattr(ours_of(theirs_of("qwen3_moe")), asked)() and not getattr(FathomForCausalLM, asked)()
+    assert not getattr(FathomForCausalLM(tiny_config()), asked)()
