@@ -477,7 +477,7 @@ class Reader:
             if given[0] == "train" and given[1].endswith("heal.yaml"):
                 given += [f"{key}={value}" for key, value in MICRO.items() if not key.startswith("model.")]
             if given[0] == "compare" and "--arms" in given:  # one process, few rounds
-                given += ["--workers", "1", "--pairs", "2", "--seeds", "2"]
+                given += ["--pairs", "2", "--seeds", "2"] + ["--workers", "1"] * ("--dry-run" not in given)
             assert cli.main(given) == 0, "did not end with 0"
 
     @staticmethod

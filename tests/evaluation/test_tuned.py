@@ -422,7 +422,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     monkeypatch.chdir(tmp_path)  # no checkout: git has nothing to say
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
     printed = capfd.readouterr()
-    assert "quiz, letter, shuffled, dirty" in printed.out and "git" not in printed.err
+    assert "quiz, letter, shuffled, contaminated" in printed.out and "git" not in printed.err
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(report["texts"]) == {"rivers", "seas"}
     assert all(text["difference"]["value"] < 0 for text in report["texts"].values()), "six more steps help"
