@@ -45,6 +45,18 @@ def test_an_entry_is_rounded_once(kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", [Int8, Int4])
+def test_keys_may_be_wider_than_values(kind):
+    """As those of latents (DeepSeek)."""
+    keys, values, layer = torch.randn(1, 2, 70, 24), torch.randn(1, 2, 70, 16), kind()
+    for part in (slice(60), slice(60, 69), slice(69, 70)):
+        read = layer.update(keys[:, :, part], values[:, :, part])
+    for x, exact in zip(read, (keys, values), strict=True):
+        assert x.shape == exact.shape and torch.equal(x[:, :, -GROUP:], exact[:, :, -GROUP:])
+        assert (x - exact).abs().max() < (0.3 if kind is Int4 else 0.02)
+
+
+@torch.no_grad()
 @pytest.mark.quick("full_int8*qwen3", "full_int4*gemma3-window")
 @pytest.mark.parametrize("case", ["qwen3", "gemma3-window", "lfm2", "loop"])
 @pytest.mark.parametrize(("method", "limit"), [("full_int8", 0.02), ("full_int4", 0.4)])

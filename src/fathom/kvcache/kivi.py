@@ -81,7 +81,7 @@ class Kivi(DynamicLayer):
         if not self.is_initialized:
             self.lazy_initialization(value_states, value_states)
             self.dtype = value_states.dtype  # which transformers 5.24 leaves out
-            self.keys, self.values = value_states[:, :, :0], value_states[:, :, :0]
+            self.keys, self.values = key_states[:, :, :0].to(self.dtype), value_states[:, :, :0]
         old = self._unpacked(dtype or self.dtype)
         recent = torch.cat([self.keys, key_states], dim=2), torch.cat([self.values, value_states], dim=2)
         self.keys, self.values = recent[0].to(self.dtype), recent[1]
