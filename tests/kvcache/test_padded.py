@@ -153,6 +153,11 @@ def test_rows_copies_and_resets(model):
         other.batch_select_indices(chosen)
         found = model(ids[chosen, -20:], past_key_values=other).logits  # without a mask: the padding is known
         assert max((a - b).abs().max() for a, b in zip(found, truth, strict=True)) < 1e-5
+    one, other = cache.branch(), cache.branch()
+    one.reset()
+    other.reset()
+    for each in (one, other):  # no memory is shared by what two resets leave
+        assert torch.equal(cached(model, ids[:1, 40:], each), cached(model, ids[:1, 40:], cache_of(model)))
     cache.batch_repeat_interleave(2)
     assert cache.pads == (0, 0, 40, 40, 105, 105) and cache.seen == 110
     held = sum(cache.schedule.entries(length) for length in (110, 110, 70, 70, 5, 5))

@@ -104,6 +104,17 @@ def test_branches_have_states_of_their_own(quantized):
     assert torch.equal(one, other) and torch.equal(one, model(ids[:, 12:13], past_key_values=cache).logits)
 
 
+@torch.no_grad()
+def test_a_reset_branch_of_padded_rows_leaves_the_state():
+    model, ids, mask = model_of("falcon_h1").float(), tokens(2, 13), torch.ones(2, 13, dtype=torch.long)
+    mask[1, :5] = 0
+    cache = build_cache(model, "drop", window=N, sinks=S, kept=L)
+    model(ids[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
+    expected = model(ids[:, 12:], attention_mask=mask, past_key_values=cache.branch()).logits
+    cache.branch().reset()
+    assert torch.equal(model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits, expected)
+
+
 @pytest.mark.quick("lfm2-tova", "falcon_h1-freqkv", "jamba-snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CHANGES)

@@ -144,6 +144,7 @@ class Padded(Memory):
     def branch(self) -> Padded:
         """An independent copy of this memory, to continue from."""
         new = copy.copy(self)
-        new.state = None if self.state is None else self.state.branch()
+        new.empty = self.empty.branch()  # what a reset leaves
+        new.state = new.empty.state
         new.memories = {pad: memory.branch() for pad, memory in self.memories.items()}
         return new
