@@ -18,6 +18,7 @@ from fathom.evaluation.caches.measure import Peak, loads, losses, read, scorer, 
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
+from tests.kvcache import cases
 from tests.tiny import tiny_config
 
 
@@ -82,6 +83,16 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
         assert 0 < load.decode_ms["p50"] <= load.decode_ms["p90"] <= load.decode_ms["max"]
     if sys.platform == "linux":
         assert all(load.peak_bytes is not None for load in whole)
+
+
+@pytest.mark.parametrize(("case", "method"), [("lfm2", "full"), ("lfm2", "drop"), ("gpt_oss", "full")])
+def test_entries_of_the_layer_that_holds_most(case: str, method: str) -> None:
+    """A first layer with a state holds none, and one with a window few."""
+    changes = {"layer_types": ["conv", "full_attention", "full_attention"]} if case == "lfm2" else {}
+    model = cases.model_of(case, **changes)  # the first layer of the other has a window
+    new = partial(build_cache, model, method, **({"window": 64} if method == "drop" else {}))
+    found = loads(model, cases.tokens(1, 84), lambda room: new(), [32, 80], 4)
+    assert [load.entries for load in found] == ([32, 48] if method == "drop" else [32, 80])
 
 
 class Ticks(Clock):

@@ -22,6 +22,7 @@ from transformers.cache_utils import Cache
 from fathom.evaluation.caches.results import Load
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import cache_bytes, chunks
+from fathom.kvcache.rope import keeps
 from fathom.models.axes.cache_name import passed
 
 if TYPE_CHECKING:
@@ -100,7 +101,8 @@ def loads(
     for length in sorted(lengths):
         cache, peak = new(length + decode), Peak(model)
         seconds = clock.seconds(partial(consume, model, ids[:, :length], cache, width))
-        held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
+        held = cache_bytes(cache)
+        entries = max((layer.get_mask_sizes(0)[0] for layer in cache.layers if keeps(layer)), default=0)
         steps = ids[:, length : length + decode].split(1, dim=1)
         spent = [1000 * clock.seconds(partial(consume, model, step, cache, 1)) for step in steps]
         p50, p90 = np.percentile(spent, (50, 90))

@@ -20,7 +20,7 @@ class Load:
 
     tokens: int
     entries: int
-    """Entries of each layer."""
+    """Entries of the layer that holds most: layers with a window hold fewer, and those with a state none."""
     cache_bytes: int
     peak_bytes: int | None
     """Peak memory above that before the text, so without weights; None where the system does not report it."""
@@ -41,7 +41,7 @@ class Answer:
     """`outside` or `inside`: whether the question came after or before the last compression."""
     compressions: int
     beyond: bool
-    """Whether the answer is older than the entries that `drop` keeps."""
+    """Whether the answer is older than the tokens that `drop` still holds at the end of the prompt."""
     score: float
     """1 for an exact answer; of RULER's tasks, the share of the expected strings."""
     nats: float | None
