@@ -16,6 +16,7 @@ from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.kvcache import Schedule, build_cache
 from tests.kvcache.cases import model_of, tokens
 
+SCHEDULE = Schedule.at(64, 4, 0.5)
 TOKENIZER = SimpleNamespace(eos_token_id=60, decode=lambda ids: " ".join(map(str, ids)))
 
 
@@ -37,7 +38,7 @@ def test_nats_and_exact_answers_are_the_whole_texts(model) -> None:
     wrong = [[*greedy[0][:2], 7, greedy[0][3]], greedy[1]]
     for answers in (greedy, wrong):
         prompts = [prompt(row, wanted) for row, wanted in zip(ids, answers, strict=True)]
-        found = answer(model, TOKENIZER, lambda room: build_cache(model, "full"), prompts, survivors=9)
+        found = answer(model, TOKENIZER, lambda room: build_cache(model, "full"), prompts, SCHEDULE)
         whole = torch.cat([ids, torch.tensor(answers)], 1)
         nats = F.cross_entropy(model(whole).logits[:, 49:-1].mT, whole[:, 50:], reduction="none").mean(1)
         assert [one.score for one in found] == [float(a == b) for a, b in zip(answers, greedy, strict=True)]
@@ -55,8 +56,23 @@ def test_through_a_compressed_cache_as_token_by_token(model) -> None:
     logits = torch.cat(truth, 1)[:, 69:-1]
     nats = F.cross_entropy(logits.mT, torch.tensor([wanted]), reduction="mean").item()
     new = lambda room: build_cache(model, "tova", window=64)  # noqa: E731
-    (found,) = answer(model, TOKENIZER, new, [prompt(ids[0], wanted, age=40)], survivors=32)
-    assert found.nats == pytest.approx(nats, abs=1e-5) and found.beyond
+    (found,) = answer(model, TOKENIZER, new, [prompt(ids[0], wanted)], SCHEDULE)
+    assert found.nats == pytest.approx(nats, abs=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [65, 96, 97, 110])
+def test_beyond_what_drop_holds(model, length) -> None:
+    """Token by token as a cache that drops them holds them, also those that came after the compression."""
+    held: list[int] = []
+    for token in range(length):
+        if len(held) == 64:
+            held = held[:4] + held[-28:]
+        held.append(token)
+    ids, ages = tokens(1, length)[0], range(length - 4)  # not the sinks
+    new = lambda room: build_cache(model, "drop", window=64)  # noqa: E731
+    found = answer(model, TOKENIZER, new, [prompt(ids, [5], age=age) for age in ages], SCHEDULE)
+    assert [one.beyond for one in found] == [length - 1 - age not in held for age in ages]
 
 
 def test_rulers_score_is_the_share_of_the_strings(model) -> None:
@@ -70,10 +86,10 @@ def test_rulers_score_is_the_share_of_the_strings(model) -> None:
         prompt(ids[0], [], (f"{words[0]} {words[1]}", "NOWHERE"), most=16),
         prompt(ids[1], [], (said[1][:5],), most=16),
     ]
-    scores = [one.score for one in answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows, 9)]
+    scores = [one.score for one in answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows, SCHEDULE)]
     assert scores == [0.5, 1.0] and len(calls) == 1 + 15
     calls.clear()
-    answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows[1:], 9)
+    answer(model, TOKENIZER, lambda room: build_cache(model, "full"), rows[1:], SCHEDULE)
     hook.remove()
     assert len(calls) == 1 + 7
 

@@ -91,7 +91,7 @@ def answer(
     tokenizer: PreTrainedTokenizerBase,
     new_cache: Callable[[int], Cache],
     prompts: Sequence[Prompt],
-    survivors: int,
+    schedule: Schedule,
     width: int = CHUNK,
 ) -> list[Answer]:
     """The model's answers to a batch of prompts.
@@ -101,11 +101,11 @@ def answer(
         tokenizer: Its tokenizer.
         new_cache: Returns an empty cache with room for a number of tokens.
         prompts: As `batches` gives them.
-        survivors: Number of entries that a compression keeps, which is all that `drop` can still read.
+        schedule: When caches are compressed, which says how many last tokens `drop` can still read.
         width: Tokens of a row to read at once.
     """
     ids = torch.stack([prompt.ids for prompt in prompts])
-    first = prompts[0]
+    first, last_tokens = prompts[0], schedule.entries(ids.shape[1]) - schedule.sinks
     cache = new_cache(ids.shape[1] + max(first.most, len(first.wanted)))
     for _, logits in read(model, ids, cache, keep=1, width=width):
         last = logits
@@ -115,7 +115,7 @@ def answer(
     else:
         scores, nats = _forced(model, cache, last, torch.stack([prompt.wanted for prompt in prompts]).to(model.device))
     return [
-        Answer(prompt.cell.task, prompt.cell.place, prompt.cell.compressions, prompt.age > survivors, score, cost)
+        Answer(prompt.cell.task, prompt.cell.place, prompt.cell.compressions, prompt.age >= last_tokens, score, cost)
         for prompt, score, cost in zip(prompts, scores, nats, strict=True)
     ]
 

@@ -314,9 +314,9 @@ class Evaluation:
     def _answered(self, name: str, policy: Policy, prompts: Sequence[Prompt]) -> list[Answer]:
         """The answers of one cache to the questions of one task."""
         model, tokenizer = self.checkpoint.open()
-        new, survivors, parts = partial(self._new, policy), self.schedule.survivors, list(batches(prompts))
+        new, parts = partial(self._new, policy), list(batches(prompts))
         with ProgressBar(f"{self.checkpoint.name}: {name}", len(parts)) as bar:
-            found = (answer(model, tokenizer, new, part, survivors, self.width) for part in _counted(parts, bar))
+            found = (answer(model, tokenizer, new, part, self.schedule, self.width) for part in _counted(parts, bar))
             return list(chain.from_iterable(found))
 
     def _loads(self, policy: Policy) -> list[Load]:
