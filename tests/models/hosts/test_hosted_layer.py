@@ -22,6 +22,7 @@ from fathom.errors import ModelError
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.hosts.hosted_layer import OneLayer
 from fathom.models.hosts.layout import Layout
+from fathom.models.trips.slots import plan
 
 from .cases import SHAPE, SHAPES, backend_of, configured, ours_of, stepwise, theirs_of, tokens
 
@@ -318,3 +319,10 @@ def test_a_residual_of_a_parallel_layer_starts_as_the_family(name, mechanism):
     assert all(parameter.grad is not None for parameter in ours.parameters())
     added = count_parameters(ours.config) - sum(parameter.numel() for parameter in theirs.parameters())
     assert mechanism_cost(ours.config).parameters == added
+
+
+def test_a_default_stride_is_half_the_layers_with_keys() -> None:
+    theirs = theirs_of("lfm2", num_hidden_layers=8, layer_types=["conv", "full_attention"] * 4)
+    config = ours_of(theirs, mixer="depth_attention").config
+    assert config.mixer_options["stride"] == 2
+    assert [visit.sources for visit in plan(config, 1)[0]][1::2] == [(), (1,), (1,), (1, 5)]

@@ -29,7 +29,7 @@ class ScheduleOptions(BlendedMixerOptions):
 
     stride: int | None = None
     """Every stride-th layer, counted from layer 0, is a source for all layers above it; by default half the number of
-    layers."""
+    layers. Layers without keys do not count."""
     recent_layers: int = 0
     """Number of layers directly below a layer that are its sources too."""
     across_trips: str | None = None
@@ -46,7 +46,7 @@ class ScheduleOptions(BlendedMixerOptions):
 
     def resolve(self: Schedule, config: DecoderConfig) -> Schedule:
         """Fill in the stride."""
-        return replace(self, stride=max(1, config.num_hidden_layers // 2) if self.stride is None else self.stride)
+        return replace(self, stride=max(1, len(config.keyed_layers) // 2) if self.stride is None else self.stride)
 
 
 class GridMixer(BlendedMixer):
