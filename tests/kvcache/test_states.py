@@ -10,7 +10,7 @@ import transformers
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fathom.kvcache import METHODS, build_cache, compressed, load_cache, save_cache
+from fathom.kvcache import METHODS, build_cache, compress_in_training, compressed, load_cache, save_cache
 from fathom.kvcache.rope import Turn
 from fathom.kvcache.states import State
 from tests.models.hosts import cases
@@ -267,7 +267,12 @@ def test_keys_that_layers_share():
         return
     for method in ("key_norm", "freqkv"):  # the oracle of a later layer has its own queries
         cache = build_cache(model, method, window=N, sinks=S, kept=L)
-        assert (read(model, ids, cache, (9, 1, 1, 20, 14)) - truth_of(model, ids, method)).abs().max() < LIMIT
+        truth = truth_of(model, ids, method)
+        assert (read(model, ids, cache, (9, 1, 1, 20, 14)) - truth).abs().max() < LIMIT
+        with torch.no_grad(), compress_in_training(model, method, window=N, sinks=S, kept=L):
+            assert (model(ids, use_cache=False).logits - truth).abs().max() < LIMIT
+    with pytest.raises(ValueError, match="read keys that an earlier layer's queries select"):
+        compress_in_training(model, "tova", window=N, sinks=S, kept=L)
     caches = [build_cache(model, "tova", window=N, sinks=S, kept=L) for _ in range(2)]
     a, b = (read(model, ids, cache, cuts) for cache, cuts in zip(caches, ((LENGTH,), [1] * LENGTH), strict=True))
     assert (a - b).abs().max() < LIMIT and all(layer.queries.shape[2] == 1 for layer in caches[0].layers[:2])

@@ -53,6 +53,11 @@ class Compression(AbstractContextManager["Compression"]):
         self._masks: dict[tuple[int, int, int | None, torch.dtype, torch.device], Tensor] = {}
         self._longest, self._calls = 0, 0  # longest sequence and forward passes before the first compression
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+        if method.observed and any(getattr(layer, "is_kv_shared_layer", False) for layer in self._layers):
+            raise ValueError(
+                f"{method.name} looks at queries, and later layers of this model read keys that an earlier layer's "
+                "queries select: train under a method without queries, such as freqkv, drop or key_norm"
+            )
         for layer in self._layers:
             # Set without nn.Module's bookkeeping, so that a learned matrix is not registered in every layer.
             object.__setattr__(layer, "kvcache_compression", self)

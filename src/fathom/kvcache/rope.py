@@ -322,8 +322,9 @@ def _explained(decoder: PreTrainedModel, rope: Rope, half: bool) -> tuple[list[s
 
 def _kind(rope: Rope, own: str | None, here: Tensor | None, there: Tensor | None) -> tuple[str | None, float]:
     """The type of rotation that comes nearest to turning a layer's keys at one position into its keys at another."""
-    if here is None or there is None:
-        return STILL, 0.0
+    if here is None or there is None:  # a state, or the keys of an earlier layer of this type (Gemma 4)
+        kind = own if own in rope.turns else None
+        return kind if own in ATTENDING and kind in rope.turns else STILL, 0.0
     found: dict[str | None, float] = {STILL: _apart(here, there)}
     for kind, turn in rope.turns.items():
         if turn.rotated <= here.shape[-1]:  # Gemma 4's types of layers have heads of other sizes
