@@ -34,6 +34,7 @@ from fathom.inference.engine import Engine, Job
 from fathom.inference.sampling import Choice
 from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
+from fathom.kvcache.prefill import continues
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import ALL, parse_mechanism
 from fathom.models.trips import slot_table
@@ -195,7 +196,7 @@ def test_a_state_that_several_tokens_would_overwrite(monkeypatch):
     torch.manual_seed(0)
     small = dict(vocab_size=61, hidden_size=16, num_hidden_layers=1, state_size=4, eos_token_id=None)
     model = MambaForCausalLM(MambaConfig(**small, initializer_range=0.5)).eval()
-    assert not batches.may_chunk(model) and batches.continues(model, 1)
+    assert not batches.may_chunk(model) and continues(model, 1)
     prompts = prompts_of(random.Random(0), 2)
     expected = [alone(model, prompt, 4) for prompt in prompts]
     assert run(model, [(prompt, 4) for prompt in prompts]) == expected

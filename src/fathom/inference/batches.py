@@ -27,7 +27,6 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from fathom.errors import SettingsError
 from fathom.iterations import counting
 from fathom.kvcache.policy import Policy
-from fathom.kvcache.prefill import chunks
+from fathom.kvcache.prefill import PROBED, chunks, continues
 from fathom.models import FathomForCausalLM
 from fathom.models.axes.cache_name import passed
 from fathom.models.trips.slot_cache import GrowingLayer, drop_row, merge_slots, trim_slots
@@ -53,10 +52,6 @@ GRAIN = 256
 """Slabs grow in steps of this many tokens."""
 DRAFTS = 16
 """Most tokens that are drafted at a time."""
-PROBED = 8
-"""Tokens with which `continues` tries a model."""
-_CONTINUES: WeakKeyDictionary[PreTrainedModel, dict[int, bool]] = WeakKeyDictionary()
-"""What `continues` has found."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all.
@@ -717,31 +712,6 @@ def may_chunk(model: PreTrainedModel) -> bool:
         return shares(model) or continues(model, PROBED // 2)
     recurrence = model.model.recurrence
     return recurrence.view.depth_parallel or recurrence.exact() or recurrence.trips == 1
-
-
-@torch.inference_mode()
-def continues(model: PreTrainedModel, part: int) -> bool:
-    """Whether a model of transformers, after half of a few tokens, reads the others in parts of `part` tokens with the
-    same result as all at once, also if it reads another text in between. It is tried once."""
-    known = _CONTINUES.setdefault(model, {})
-    if part not in known:
-        ids = (torch.arange(PROBED, device=model.device) + 3).unsqueeze(0) % model.config.get_text_config().vocab_size
-        alone, beside = (_in_parts(model, ids, part, other) for other in (None, ids.flip(1)))
-        whole = model(ids, use_cache=False).logits[:, -1].float()
-        near = 0.1 if model.dtype.itemsize <= 2 else 1e-3
-        differs = (alone - whole).norm() > near * whole.norm() or (alone - beside).norm() > 1e-3 * whole.norm()
-        known[part] = not bool(differs)  # NaN is reported with each text
-    return known[part]
-
-
-def _in_parts(model: PreTrainedModel, ids: Tensor, part: int, other: Tensor | None) -> Tensor:
-    """The last logits of a text of which the second half is read in parts, the other text after each."""
-    cache = DynamicCache(config=model.config)
-    for piece in ids.split([PROBED // 2, *[part] * (PROBED // 2 // part)], dim=1):
-        found = model(piece, use_cache=True, **passed(model, cache)).logits[:, -1].float()
-        if other is not None:
-            model(other, use_cache=True, **passed(model, DynamicCache(config=model.config)))
-    return found
 
 
 def refuse_forgetful(model: PreTrainedModel) -> None:

@@ -14,6 +14,7 @@ from fathom.evaluation.caches.questions import question_tables, sentence, solved
 from fathom.evaluation.caches.results import Answer, CacheRow, CheckpointCaches, Questions
 from fathom.evaluation.caches.spectrum import Spectrum
 from fathom.kvcache import Schedule, build_cache
+from fathom.kvcache.prefill import PROBED, continues
 from tests.kvcache.cases import model_of, tokens
 
 SCHEDULE = Schedule.at(64, 4, 0.5)
@@ -80,6 +81,7 @@ def test_rulers_score_is_the_share_of_the_strings(model) -> None:
     ids = tokens(2, 30)
     said = [TOKENIZER.decode(row) for row in model.generate(ids, max_new_tokens=16, do_sample=False)[:, 30:].tolist()]
     words = said[0].split()
+    assert continues(model, PROBED // 2)  # is tried once, before calls are counted
     calls = []
     hook = model.register_forward_hook(lambda *given: calls.append(1))
     rows = [

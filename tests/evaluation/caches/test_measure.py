@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import MambaConfig, MambaForCausalLM
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.caches import measure as kvcache
@@ -83,6 +84,17 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
         assert 0 < load.decode_ms["p50"] <= load.decode_ms["p90"] <= load.decode_ms["max"]
     if sys.platform == "linux":
         assert all(load.peak_bytes is not None for load in whole)
+
+
+def test_a_state_that_several_tokens_would_overwrite(ids: torch.Tensor) -> None:
+    """Mamba's class begins anew if it continues by several tokens."""
+    torch.manual_seed(0)
+    small = MambaConfig(vocab_size=384, hidden_size=16, num_hidden_layers=1, state_size=4, initializer_range=0.5)
+    mamba, text = MambaForCausalLM(small).eval(), ids[:, :40]
+    assert np.allclose(losses(mamba, text, build_cache(mamba, "full"), width=16), expected(mamba, text), atol=1e-4)
+    cache = build_cache(mamba, "full")
+    parts = [logits for part in text.split([25, 15], 1) for _, logits in read(mamba, part, cache, width=16)]
+    assert np.allclose(torch.cat(parts, 1), mamba(text, use_cache=False).logits.detach(), atol=1e-4)
 
 
 @pytest.mark.parametrize(("case", "method"), [("lfm2", "full"), ("lfm2", "drop"), ("gpt_oss", "full")])

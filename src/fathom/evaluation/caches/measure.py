@@ -21,8 +21,10 @@ from transformers.cache_utils import Cache
 
 from fathom.evaluation.caches.results import Load
 from fathom.evaluation.clock import Clock
-from fathom.kvcache import cache_bytes, chunks
+from fathom.kvcache import MemoryCache, cache_bytes, chunks
+from fathom.kvcache.prefill import PROBED, continues
 from fathom.kvcache.rope import keeps
+from fathom.models import FathomForCausalLM
 from fathom.models.axes.cache_name import passed
 
 if TYPE_CHECKING:
@@ -49,9 +51,18 @@ def read(
     """
     ids = ids.to(model.device)
     for chunk in chunks(ids, cache):
-        for piece in chunk.split(width, dim=1):
+        for piece in _pieces(model, chunk, cache, width):
             with torch.no_grad():
                 yield piece, model(piece, use_cache=True, logits_to_keep=keep, **passed(model, cache)).logits
+
+
+def _pieces(model: PreTrainedModel, chunk: Tensor, cache: Cache, width: int) -> tuple[Tensor, ...]:
+    """The pieces in which a model reads a chunk `[B, T]`: after the first, single tokens where a class of transformers
+    would forget its state (Mamba, RecurrentGemma)."""
+    if isinstance(cache, MemoryCache) or isinstance(model, FathomForCausalLM) or continues(model, PROBED // 2):
+        return chunk.split(width, dim=1)
+    first = 1 if cache_bytes(cache) else min(width, chunk.shape[1])
+    return chunk.split([first] + [1] * (chunk.shape[1] - first), dim=1)
 
 
 def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
