@@ -115,6 +115,22 @@ def test_a_reset_branch_of_padded_rows_leaves_the_state():
     assert torch.equal(model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits, expected)
 
 
+@torch.no_grad()
+def test_a_padded_batch_counts_its_states_once(tmp_path):
+    model, ids, mask = model_of("falcon_h1").float(), tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    plain, padded = (build_cache(model, "drop", window=N, sinks=S, kept=L) for _ in range(2))
+    model(ids, past_key_values=plain)
+    mask[1, :5] = 0
+    model(ids, attention_mask=mask, past_key_values=padded)
+    save_cache(padded, tmp_path / "context")
+    entry = sum(layer.keys[0, :, 0].nbytes + layer.values[0, :, 0].nbytes for layer in plain.layers)
+    for cache in (padded, padded.branch(), load_cache(model, tmp_path / "context")):
+        assert cache.memory_bytes() == plain.memory_bytes() - 5 * entry
+    padded.reset()
+    model(ids, past_key_values=padded)
+    assert padded.memory_bytes() == plain.memory_bytes()
+
+
 @pytest.mark.quick("lfm2-tova", "falcon_h1-freqkv", "jamba-snapkv")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", CHANGES)

@@ -95,7 +95,7 @@ class MemoryCache(Cache):
 
     def reset(self) -> None:
         """Delete all entries, and forget the padding."""
-        self.layers = [layer.empty if isinstance(layer, Padded) else layer for layer in self.layers]
+        self.layers = [layer.emptied() if isinstance(layer, Padded) else layer for layer in self.layers]
         super().reset()
 
     def update(

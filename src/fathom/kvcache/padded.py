@@ -32,10 +32,16 @@ class Padded(Memory):
     def __init__(self, empty: Memory, pads: Sequence[int], method_for: Callable[[int], Method] | None = None) -> None:
         super().__init__(empty.method, empty.layer)
         self.empty, self.pads, self.state = empty, tuple(pads), empty.state
+        empty.state = None  # here are the states of all rows
         self.memories = {pad: empty.branch() for pad in sorted(set(pads))}
         """By padding."""
         for pad, memory in self.memories.items():
             memory.method = empty.method if method_for is None else method_for(pad).for_layer(*empty.method.place)
+
+    def emptied(self) -> Memory:
+        """The memory that a reset leaves, for sequences without padding."""
+        self.empty.state = self.state
+        return self.empty
 
     def _rows(self, pad: int) -> list[int]:
         return [row for row, own in enumerate(self.pads) if own == pad]
@@ -144,7 +150,7 @@ class Padded(Memory):
     def branch(self) -> Padded:
         """An independent copy of this memory, to continue from."""
         new = copy.copy(self)
-        new.empty = self.empty.branch()  # what a reset leaves
-        new.state = new.empty.state
+        new.empty = self.empty.branch()
+        new.state = None if self.state is None else self.state.branch()
         new.memories = {pad: memory.branch() for pad, memory in self.memories.items()}
         return new
