@@ -8,8 +8,9 @@ from safetensors.torch import load_file
 
 from fathom.cli import lineage as commands
 from fathom.errors import ModelError
-from fathom.lineage import shares
+from fathom.lineage import comparison, shares
 from fathom.lineage.attacks import attack
+from fathom.lineage.comparison import Options
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, edited, save, tiny_config
 
@@ -113,3 +114,28 @@ def test_a_missing_parent_gets_no_share(family, tmp_path):
     assert stand_in.text.endswith(shares.IF_COMPLETE)
     same = commands.shares(str(family / "one"), [str(family / "one"), str(family / "two")])
     assert "one alone explains it" in same.text and same.data["shares"] == []
+
+
+def test_close_parents_keep_their_shares(monkeypatch):
+    """Fine-tunes that moved by 0.2 %: sums in float32 are too coarse, and larger matrices make them coarser."""
+    monkeypatch.setattr(shares, "COLUMNS", 60_000)
+    draw = np.random.default_rng(0)
+    base, one, two = draw.standard_normal((3, 100_000), np.float32)
+    parents = [base + np.float32(0.002) * one, base + np.float32(0.002) * two]
+    rows = np.stack([np.float32(0.6) * parents[0] + np.float32(0.4) * parents[1], *parents])
+    found = shares.solved(np.stack([shares._products(rows, rows)] * 3), ["one", "two"])
+    assert [one.share for one in found.shares] == pytest.approx([0.6, 0.4], abs=1e-4)
+    assert found.is_merge
+
+
+def test_a_layer_with_fewer_neurons_makes_another_shape(family, tmp_path):
+    def pruned(tensors):
+        for name, tensor in tensors.items():
+            if "layers.0.mlp" in name:
+                tensors[name] = tensor[:, :100] if "down" in name else tensor[:100]
+
+    child, *parents = opened(family, "mean", "one")
+    parents.append(open_weights(edited(family / "two", tmp_path / "pruned", pruned)))
+    with pytest.raises(ModelError, match="differ in shape"):
+        shares.shares(child, parents)
+    assert comparison._of_low_rank(comparison.measure(*parents, Options())) is False

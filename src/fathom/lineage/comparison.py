@@ -650,7 +650,10 @@ def _of_low_rank(pair: Pair) -> bool:
         return False
     for i, j in (pair.matched[0], pair.matched[-1]):
         for role in (r for r in ("q", "v", "up") if pair.a.has(r, i) and pair.b.has(r, j)):
-            size = np.linalg.svd((pair.a.tensor(role, i) - pair.b.tensor(role, j))[:CORNER, :CORNER], compute_uv=False)
+            one, other = pair.a.tensor(role, i), pair.b.tensor(role, j)
+            if one.shape != other.shape:  # of layers with other numbers
+                continue
+            size = np.linalg.svd((one - other)[:CORNER, :CORNER], compute_uv=False)
             if size[0] > 0 and size[len(size) // 2] < LOW_RANK * size[0]:
                 return True
     return False

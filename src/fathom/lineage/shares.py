@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -31,6 +30,7 @@ SAME_PLACE = 0.1  # cosine with a parent below which the child's numbers are not
 APART = 1e-12  # parents that differ by less than this, relative to their size, are equal
 CONFIDENCE = 0.95
 TOGETHER = 8  # models whose matrices are multiplied with those of as many others at once
+COLUMNS = 1 << 20  # numbers of each that are float64 at once
 UNEXPLAINED = 0.1  # the residual above which no shares are reported
 IF_COMPLETE = (
     "Shares hold if no parent is missing. A model that is itself a mean can stand in for a missing parent: then the "
@@ -96,16 +96,14 @@ def products(models: Sequence[Weights], progress: Told = lambda _: None) -> Arra
             raise ModelError(f"{other.name} and {models[0].name} differ in shape; a mean needs models of one shape")
     out = np.zeros((first.layers, len(models), len(models)))
     blocks = list(chunks(len(models), TOGETHER))
-    together = 2 * min(len(models), TOGETHER)
     for layer in range(first.layers):
         progress(f"{layer + 1} of {first.layers} layers")
         for role in (r for r in MATRICES if all(w.has(r, layer) for w in models)):
             for at, block in enumerate(blocks):
                 rows = _rows(models[block], role, layer)
-                kind = np.float64 if together * rows[0].size < 1 << 25 else np.float32  # one for all blocks of a matrix
-                out[layer, block, block] += _products(rows, rows, kind)
+                out[layer, block, block] += _products(rows, rows)
                 for rest in blocks[at + 1 :]:
-                    found = _products(rows, _rows(models[rest], role, layer), kind)
+                    found = _products(rows, _rows(models[rest], role, layer))
                     out[layer, block, rest] += found
                     out[layer, rest, block] += found.T
     return out
@@ -115,17 +113,20 @@ def _rows(models: Sequence[Weights], role: str, layer: int) -> Array:
     return np.stack([w.tensor(role, layer).reshape(-1) for w in models])
 
 
-def _products(one: Array, other: Array, kind: type[np.floating[Any]]) -> Array:
-    """The inner products of every row of one array with every row of the other, without overflow."""
-    sizes = [max(float(np.abs(side).max()), 1e-30) for side in (one, other)]
-    left, right = (side.astype(kind) / kind(size) for side, size in zip((one, other), sizes, strict=True))
-    return np.asarray(left @ right.T, np.float64) * sizes[0] * sizes[1]
+def _products(one: Array, other: Array) -> Array:
+    """The inner products of every row of one array with every row of the other, in float64: fine-tunes of one base
+    differ by less than the rounding of a sum in float32."""
+    out = np.zeros((len(one), len(other)))
+    for some in chunks(one.shape[1], COLUMNS):
+        out += one[:, some].astype(np.float64) @ other[:, some].astype(np.float64).T
+    return out
 
 
 def shape_of(weights: Weights) -> tuple[object, ...]:
     """The properties that two models must share for their weights to be averaged."""
     g = weights.geometry
-    return g.layers, g.width, g.heads, g.kv_heads, g.head_dim, g.ffn, g.gated, g.latent
+    widths = tuple(weights.neurons(i) if weights.has("up", i) else 0 for i in range(g.layers))  # a pruned one's differ
+    return g.layers, g.width, g.heads, g.kv_heads, g.head_dim, widths, g.gated, g.latent
 
 
 def shares(child: Weights, parents: Sequence[Weights], progress: Told = lambda _: None) -> Shares:
