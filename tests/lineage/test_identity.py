@@ -8,6 +8,7 @@ import transformers as tf
 
 from fathom.cli import lineage as commands
 from fathom.lineage import identity, verdict
+from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options, compare
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import COMMON, build, edited, save, tiny_config
@@ -60,6 +61,16 @@ def test_one_number_makes_a_difference(trained, tmp_path):
         tensors["model.layers.1.mlp.up_proj.weight"][100, 3] += 1e-3
 
     assert counted(trained, edited(trained, tmp_path / "near", change)) == (29, 30, False)
+
+
+def test_buffers_of_old_checkpoints_are_no_weights(trained, tmp_path):
+    def buffers(tensors):
+        for layer in range(3):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+            tensors[f"model.layers.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64)
+
+    assert counted(trained, edited(trained, tmp_path / "old", buffers)) == (30, 30, True)
+    attack(open_weights(tmp_path / "old"), ["permute"], tmp_path / "permuted")
 
 
 def test_every_expert_is_compared(tmp_path):

@@ -1,8 +1,10 @@
 """Identical tensors, which are reported before all other evidence because they need no statistics.
 
 Tensors are compared by role and layer, value by value. File layouts, names, shards and dtypes do not matter as long as
-every value is the same. Tensors of no known role are compared by name. A few rows are read first, so two models without
-an equal tensor cost little.
+every value is the same. Tensors of no known role are compared by name; buffers are left out. A few rows are read first,
+so two models without an equal tensor cost little.
+
+`layouts.py` has the names of buffers.
 
 If all weights are identical, `verdict.py` needs no control. `comparison.py` decides whether remote tensors are read.
 """

@@ -225,8 +225,15 @@ MIXERS = {
     "temporal_block": "a recurrent block",
 }
 """Modules that hybrid models have in place of attention, in some layers."""
+_BUFFER = re.compile(r"(^|\.)(attn|attention)\.(masked_)?bias$|\.inv_freq$|^rope_freqs\.weight$")
 _NOT_MIXING = re.compile(r"mlp|moe|experts|feed_forward|ffn|(^|_)(layer)?norm\.")
 _LAYER = re.compile(r"^(?:.+\.)?(?:layers|h|blocks|blk)\.(\d+)\.(.+)$")
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a tensor is a buffer that old checkpoints hold and the configuration gives: a causal mask, or frequencies
+    of RoPE."""
+    return bool(_BUFFER.search(name))
 
 
 def parameter(names: Collection[str], module: str, kind: str = "weight") -> str | None:

@@ -345,7 +345,7 @@ def resolve(
         roles.add_layer(layer, index)
     used = {view.tensor for view in roles.views.values()}
     inside = (n for n in names if n.startswith(prefix) or n.removesuffix(".bias") in layouts.HEADS)
-    extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n)))
+    extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n) and not layouts.is_buffer(n)))
     weights = Weights(name, store, roles.geometry(count), roles.views, config, extra, cache(words))
     _check_shapes(weights)
     return weights
