@@ -109,6 +109,35 @@ def test_a_disguised_copy_computes_the_same_and_scores_one(tmp_path, name):
             attack(open_weights(base), ("rotate",), tmp_path / "no")
 
 
+NORMED = {
+    "glm4": (lambda: tf.Glm4Config(**COMMON, head_dim=8), ["permute"]),
+    "vaultgemma": (lambda: tf.VaultGemmaConfig(**COMMON, head_dim=8), ["permute", "rotate", "gain"]),
+    "cohere": (lambda: tf.CohereConfig(**COMMON, use_qk_norm=True), ["plane", "head"]),
+}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_an_attack_edits_every_norm(tmp_path, name):
+    config, kinds = NORMED[name]
+    base = save(build(config(), 0), tmp_path / "base")
+    attack(open_weights(base), kinds, tmp_path / "copy", dtype="float64")
+    assert (logits(base) - logits(tmp_path / "copy")).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "reason"),
+    [
+        (lambda: tf.BitNetConfig(**COMMON, bos_token_id=1, eos_token_id=2), "neuron", "ffn_sub_norm"),
+        (lambda: tf.MptConfig(d_model=32, n_layers=2, n_heads=4, vocab_size=96, max_seq_len=64), "head", "ALiBi"),
+    ],
+    ids=["bitnet", "mpt"],
+)
+def test_an_attack_that_would_change_the_function_is_refused(tmp_path, config, kind, reason):
+    base = open_weights(save(build(config(), 0), tmp_path / "base"))
+    with pytest.raises(ModelError, match=reason):
+        attack(base, [kind], tmp_path / "copy")
+
+
 @pytest.mark.parametrize("name", ["granitemoe", "llama4", "gpt_oss"])
 def test_every_expert_of_a_stack_is_what_the_module_computes(tmp_path, name):
     """Gate, up and down of the second expert, put through the activation, against the live module's own experts."""

@@ -6,6 +6,7 @@ time.
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from fathom.checkpoints.file_names import CONFIG, INDEX
 from fathom.checkpoints.origin import read_json
 from fathom.checkpoints.tensors import Array
 from fathom.errors import ModelError
-from fathom.lineage import canonical
+from fathom.lineage import canonical, layouts
 from fathom.lineage.weights import Geometry, Layer, TensorView, Weights
 from fathom.report.files import as_usual, write_json
 
@@ -145,7 +146,7 @@ class Plane(Attack):
     """Scale the keys in every rotary plane by a factor and the queries by its inverse.
 
     With q/k-norm the gains are scaled instead, those of coordinates that are not rotated one by one, and the signs of
-    planes are flipped.
+    planes are flipped, unless q/k-norm takes a mean away.
     """
 
     spread: float = 2.0
@@ -165,8 +166,9 @@ class Plane(Attack):
             scale[g.rotary_dim :] = _lognormal(draw, g.head_dim - g.rotary_dim, 1.5)
             out["q_norm"] = _tiled(out["q_norm"], scale, 1)
             out["k_norm"] = _tiled(out["k_norm"], scale, -1)
+        signs = [-1.0, 1.0] if g.norm == "rms" else [1.0]  # a sign would change a head's mean
         for block in (b for b in canonical.blocks(g) if b.rotary):
-            factor = draw.choice([-1.0, 1.0], len(plane)) if g.qk_norm else _lognormal(draw, len(plane), self.spread)
+            factor = draw.choice(signs, len(plane)) if g.qk_norm else _lognormal(draw, len(plane), self.spread)
             scale = _per_plane(factor, plane, len(block.key))
             _scale_rows(out, "q", block.query, 1 / scale)
             _scale_rows(out, "k", block.key, scale)
@@ -178,6 +180,11 @@ class Head(Attack):
     """For each KV head: queries are divided and keys multiplied by a factor (with q/k-norm each gets a scale of its
     own), values are mixed by a random matrix that W_o undoes, and heads are permuted."""
 
+    def check(self) -> None:
+        """Refuse models with ALiBi, in which a head's slope depends on its number."""
+        if self.geometry.rotary == "none" and self.geometry.model_type in layouts.ALIBI:
+            raise ModelError("attack head: with ALiBi, heads in another order would not keep their outputs")
+
     def layer(self, layer: Layer, index: int) -> Layer:
         """Apply the scales of queries and keys, then the change of basis between V and O, then the permutation of KV
         groups and of query heads within them."""
@@ -186,7 +193,7 @@ class Head(Attack):
         of_queries, of_keys = np.ones(g.heads), np.ones(g.kv_heads)
         if not g.qk_norm:
             of_queries, of_keys = np.repeat(1 / scale, g.group), scale
-        elif len(out.get("q_norm", out["q"][: g.head_dim])) == g.head_dim:
+        elif "q_norm" not in out or out["q_norm"].size == g.head_dim:
             of_queries, of_keys = _lognormal(draw, g.heads, 1.0), scale
         values = out["v"].shape[0] // g.kv_heads
         v = out["v"].reshape(g.kv_heads, values, -1)
@@ -206,7 +213,7 @@ class Head(Attack):
         groups = draw.permutation(g.kv_heads)
         inside = np.stack([draw.permutation(g.group) for _ in range(g.kv_heads)])
         heads = (groups[:, None] * g.group + inside).reshape(-1)  # query heads in their new order
-        if "q_norm" in out and len(out["q_norm"]) != g.head_dim:
+        if "q_norm" in out and out["q_norm"].size != g.head_dim:
             heads, groups = np.arange(g.heads), np.arange(g.kv_heads)
         for role, order, dim in (("q", heads, g.head_dim), ("k", groups, g.head_dim), ("v", groups, values)):
             for name in (n for n in (role, f"{role}_bias") if n in out):
@@ -300,7 +307,7 @@ def _per_plane(factor: Array, plane: Array, size: int) -> Array:
 
 
 def _tiled(gain: Array, scale: Array, power: int) -> Array:
-    return (gain.reshape(-1, len(scale)) * scale**power).reshape(-1)
+    return (gain.reshape(-1, len(scale)) * scale**power).reshape(gain.shape)
 
 
 def _scale_rows(out: Layer, role: str, rows: Array, scale: Array) -> None:
@@ -368,11 +375,18 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
         raise ModelError("attack: latent attention and mixtures of experts are not supported")
     if any(role == "q_gate" for role, _ in weights.views):
         raise ModelError("attack: attention with a gated output is not supported")
-    matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
-    if matrices:
-        raise ModelError(f"attack: tensor {matrices[0]} would have to be edited too, and its role is not known")
     if (name := _mechanism(weights.config)) is not None:
         raise ModelError(f"attack: the outputs of a model with {name} could change")
+    if unknown := [name for name in weights.extra_tensors if not _is_safe(weights, name)]:
+        raise ModelError(f"attack: tensor {unknown[0]} would have to be edited too, and its role is not known")
+
+
+def _is_safe(weights: Weights, name: str) -> bool:
+    """Whether no edit changes what a tensor of unknown role does: a single number, the head's bias, or the gain of a
+    head's queries and keys after their rotation."""
+    late = weights.geometry.late_norm and name.endswith(("query_layernorm.weight", "key_layernorm.weight"))
+    bias = name.endswith(".bias") and name.removesuffix(".bias") in layouts.HEADS
+    return math.prod(weights.store.tensors[name].shape) == 1 or bias or late
 
 
 def _mechanism(config: Mapping[str, object]) -> str | None:

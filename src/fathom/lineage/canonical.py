@@ -185,7 +185,7 @@ def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
     """
     g, out = geometry, dict(layer)
     gain_q, gain_k = out.pop("q_norm"), out.pop("k_norm")
-    shared = len(gain_q) == g.head_dim
+    shared = gain_q.size == g.head_dim
     heads_q = gain_q.reshape(1 if shared else g.heads, g.head_dim)
     heads_k = gain_k.reshape(1 if shared else g.kv_heads, g.head_dim)
     partner = np.arange(g.head_dim)  # the other coordinate of the plane; of one that is not rotated, itself

@@ -180,7 +180,16 @@ NORMS = (
     ),
     Scheme({"post_attn_norm": "post_attention_layernorm", "post_ffn_norm": "post_feedforward_layernorm"}),
     Scheme({"attn_norm": "input_layernorm"}, packing="parallel"),
+    Scheme(
+        {
+            "attn_norm": "input_layernorm",
+            "post_attn_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffn_norm": "post_mlp_layernorm",
+        }
+    ),
     Scheme({"attn_norm": "input_layernorm", "ffn_norm": "pre_ff_layernorm"}),
+    Scheme({"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}),
     Scheme({"attn_norm": "operator_norm", "ffn_norm": "ffn_norm"}),
     Scheme({"attn_norm": "attention_layer_norm", "ffn_norm": "feedforward_layer_norm"}),
     Scheme({"post_attn_norm": "feedforward_layer_norm", "post_ffn_norm": "post_feedforward_layernorm"}),
@@ -196,6 +205,7 @@ NORMS = (
 
 # families that store gains as γ and use 1 + γ
 UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
+UNIT_OFFSET_GAINS |= {"vaultgemma"}
 UNIT_OFFSET_GAINS |= {"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"}
 CONV1D = frozenset({"gpt2"})
 INTERLEAVED_ROTARY = frozenset({"gptj", "chatglm", "glm", "glm4", "cohere", "cohere2", "cohere2_moe", "helium"})
@@ -204,6 +214,7 @@ INTERLEAVED_ROTARY |= {"ernie4_5", "ernie4_5_moe", "llama4", "llama4_text"}
 INTERLEAVED_ROTARY |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4"}
 INTERLEAVED_ROTARY |= {"longcat_flash", "bailing_hybrid", "youtu", "axk1"}
 UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt", "jamba"})
+ALIBI = frozenset({"bloom", "mpt", "falcon"})  # without rotary heads, each head has a slope of its own
 GATED_OUTPUT = frozenset({"qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"})
 """Families that store a gate of attention's output with the queries."""
 LAYER_NORM = frozenset(
