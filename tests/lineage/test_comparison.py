@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tracemalloc
 from multiprocessing import Pipe, get_context
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.weights import open_weights
 from tests.lineage import zoo as zoo_of
 from tests.lineage.test_blind import encipher
-from tests.lineage.zoo import LATENT, build, edited, save, tiny_config, write_tokenizer
+from tests.lineage.zoo import LATENT, build, edited, save, save_adapter, tiny_config, write_tokenizer
 
 COMMON = zoo_of.COMMON | dict(hidden_size=64, vocab_size=320, intermediate_size=96)
 FAMILIES = {
@@ -131,6 +132,36 @@ def test_a_control_counts_once_whatever_it_is_called(tmp_path, models):
     again = compare(a, b, [control, control, tmp_path / "alias", control], options=Options(extras=False))
     assert once.null.models == again.null.models == 3 and len(again.null.pairs) == len(once.null.pairs) == 2
     assert len(again.controls) == 1 and again.verdict.threshold == once.verdict.threshold
+
+
+def test_a_compared_model_is_no_control(tmp_path, models):
+    (tmp_path / "alias").symlink_to(models())
+    with pytest.raises(ModelError, match=r"control .*alias is .*llama.*, which is compared"):
+        compare(open_weights(models(seed=1)), open_weights(models()), [tmp_path / "alias"])
+
+
+def test_adapters_on_one_base_are_different_models(tmp_path, models):
+    base = {"base_model_name_or_path": str(models())}
+    draw = torch.Generator().manual_seed(0)
+    factors = [torch.randn(shape, generator=draw) for shape in ((4, 64), (64, 4))]
+    other = dict(zip(("q_proj.lora_A", "q_proj.lora_B"), factors, strict=True))
+    places = [
+        models(),
+        save_adapter(tmp_path / "one", 64, **base),
+        save_adapter(tmp_path / "louder", 64, **base, use_rslora=True),
+        save_adapter(tmp_path / "two", other, **base),
+        save_adapter(tmp_path / "whole", {"q_proj": torch.ones(64, 64)}, **base),
+    ]
+    assert len({nulls.digest(open_weights(place)) for place in places}) == len(places)
+
+
+def test_a_pair_that_the_null_file_has_takes_no_other_with_it(monkeypatch):
+    monkeypatch.setattr(nulls, "digest", lambda name: name)
+    nothing = dict(scores={}, head_agreement=None, neurons={}, values={}, gaps={}, value=lambda name: None)
+    pairs = [SimpleNamespace(a=name, b="control", **nothing) for name in ("known", "new")]
+    file = nulls.of_pairs(pairs[:1], "file")
+    added = nulls.of_pairs(pairs, "controls", file)
+    assert nulls.joined(file, added).pairs == [["control", "known"], ["control", "new"]]
 
 
 def test_nemotrons_gains_fold_away(tmp_path):

@@ -514,9 +514,14 @@ def compare(
     others = [where if isinstance(where, Weights) else open_weights(where) for where in controls]  # refused at once
     measured: dict[str, tuple[str, list[Pair]]] = {}
     with holding(a, b):
+        own = {nulls.digest(w): w.name for w in (a, b)} if others else {}
+        digests = [nulls.digest(other) for other in others]
+        for other, digest in zip(others, digests, strict=True):
+            if digest in own:
+                raise ModelError(f"control {other.name} is {own[digest]}, which is compared: give an unrelated model")
         pair = measure(a, b, options, progress)
-        for other in others:
-            if (digest := nulls.digest(other)) in measured:
+        for other, digest in zip(others, digests, strict=True):
+            if digest in measured:
                 continue
 
             def told(at: str, name: str = other.name) -> None:
@@ -667,11 +672,11 @@ def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | 
     untrained = _untrained(pair, measured)
     alike = [p for p in alike if p.a.name not in untrained and p.b.name not in untrained]
     notes += [f"{name} is hardly trained: shown, but not part of the null of trained models" for name in untrained]
-    from_controls = nulls.of_pairs(alike, f"control pairs of {kind}") if alike else None
-    if null_file is None:
-        return from_controls, notes
-    null = nulls.read(null_file, kind)
-    return (null if from_controls is None else nulls.joined(null, from_controls)), notes
+    null = None if null_file is None else nulls.read(null_file, kind)
+    added = nulls.of_pairs(alike, f"control pairs of {kind}", null)
+    if not added.pairs:
+        return null, notes
+    return (added if null is None else nulls.joined(null, added)), notes
 
 
 def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:

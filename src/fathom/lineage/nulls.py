@@ -13,7 +13,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ import numpy as np
 from scipy import stats
 
 from fathom.checkpoints.origin import parse_json
+from fathom.checkpoints.tensors import AdapterStore, TensorStore
 from fathom.errors import ModelError
 from fathom.lineage import evidence
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair
@@ -64,19 +65,29 @@ FIELDS = ("scores", "witnesses", "neurons", "gaps", "per_layer", "pairs")
 def digest(weights: Weights) -> str:
     """A hash of a model: of the header and of the first 4 KiB of every tensor. Equal for one model under two names."""
     found = hashlib.sha256()
-    for name in sorted(weights.store.tensors):
-        info = weights.store.tensors[name]
-        found.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
-        found.update(weights.origin.read(info.file, info.start, min(info.start + SLICE, info.stop)))
+    _hash(weights.store, found.update)
     return found.hexdigest()
 
 
-def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
-    """The null distribution from measured unrelated pairs of models; a repeated pair counts once."""
-    null = Null(origin, {}, [], {}, {}, {}, [])
+def _hash(store: TensorStore, update: Callable[[bytes | bytearray], object]) -> None:
+    """Hash the tensors of a store; of an adapter, those of its base too."""
+    if isinstance(store, AdapterStore):
+        _hash(store.base, update)
+        update(json.dumps(["adapter", store.scale]).encode())
+        store = store.adapter
+    for name in sorted(store.tensors):
+        info = store.tensors[name]
+        update(json.dumps([name, info.dtype, list(info.shape)]).encode())
+        update(store.origin.read(info.file, info.start, min(info.start + SLICE, info.stop)))
+
+
+def of_pairs(pairs: Sequence[Pair], origin: str, known: Null | None = None) -> Null:
+    """The null distribution from measured unrelated pairs of models; a repeated pair counts once, and a pair of a known
+    null distribution not at all."""
+    null, before = Null(origin, {}, [], {}, {}, {}, []), [sorted(pair) for pair in known.pairs] if known else []
     for pair in pairs:
         models = sorted(digest(w) for w in (pair.a, pair.b))
-        if models in null.pairs:
+        if models in null.pairs or models in before:
             continue
         null.pairs.append(models)
         for name in SCORE_LABELS:
@@ -171,11 +182,9 @@ def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 
 def joined(one: Null, other: Null) -> Null:
-    """Two null distributions joined; a pair of models that is in both counts once."""
+    """Two null distributions joined, which have no pair of models in common."""
     out = copy.deepcopy(one)
     out.origin += f" and {other.origin}"
-    if any(pair in one.pairs for pair in other.pairs):  # the numbers of a known pair are known
-        return out
     out.pairs += other.pairs
     out.witnesses += other.witnesses
     for field_name in ("scores", "neurons", "gaps", "per_layer"):
