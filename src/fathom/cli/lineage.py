@@ -438,6 +438,8 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
 
     body = lineage.publishing.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
+        if a is not None or key is not None:
+            raise lineage.ModelError(f"{statement} is a report, which names its own models: give neither A nor --key")
         page = statement.with_name(PAGE)
         text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
         done = lineage.publishing.verification.verify(body, str(statement), text)

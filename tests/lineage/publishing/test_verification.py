@@ -261,6 +261,13 @@ def test_the_page_beside_a_report_is_bound_to_it(reports, tmp_path, change):
     assert lied != text and verification.page_differences(lied, text)
 
 
+@pytest.mark.parametrize("given", [{"a": "model"}, {"key": Path("key")}], ids=["model", "key"])
+def test_a_report_takes_no_model_and_no_key(tmp_path, given):
+    (tmp_path / "report.json").write_text('{"fathom_lineage_report": 4}')
+    with pytest.raises(ModelError, match=r"is a report, which names its own models: give neither A nor --key"):
+        commands.verify(tmp_path / "report.json", **given)
+
+
 def test_verify_reads_the_page(reports, tmp_path):
     source = reports["null"]
     (tmp_path / "report.json").write_text(source.read_text())
