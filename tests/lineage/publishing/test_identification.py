@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from fathom.lineage import huref, verdict
 from fathom.lineage.attacks import attack
 from fathom.lineage.comparison import Options
 from fathom.lineage.publishing import cards, identification
-from fathom.lineage.publishing.identification import identify
+from fathom.lineage.publishing.identification import Candidate, identify
 from fathom.lineage.weights import open_weights
 from fathom.report.files import write_json
 from tests.lineage.test_comparison import noisy
@@ -116,6 +118,22 @@ def test_a_relative_among_the_controls_becomes_a_candidate(library, tmp_path, mo
     found = identify(open_weights(child), library, 1, QUIET)
     assert found.candidates[0].name == str(library / "model-3") and found.related
     assert [one.refused != "" for one in found.controls] == [True, False, False]
+
+
+def test_relatives_from_repositories_become_candidates_too(tmp_path, monkeypatch):
+    """A card with a commit opens under another name than the card's."""
+    query = synthetic(tmp_path, 4)
+    kin = SimpleNamespace(convicts=lambda: True)
+    opened = SimpleNamespace(name="org/model@commit")
+    monkeypatch.setattr(cards, "card", lambda weights: query)
+    monkeypatch.setattr(identification, "_opened", lambda hit: opened)
+    monkeypatch.setattr(identification, "holding", lambda *models: nullcontext())
+    monkeypatch.setattr(identification, "measure", lambda *given: kin)
+    monkeypatch.setattr(
+        identification, "_candidate", lambda w, hit, *_: Candidate(hit.name, hit.file, hit.cosine, verdict.SHARED, "")
+    )
+    found = identify(SimpleNamespace(name="x"), tmp_path, 1, QUIET)
+    assert len(found.candidates) == 4 and all("so it is a candidate" in one.refused for one in found.controls)
 
 
 @pytest.mark.slow

@@ -120,12 +120,12 @@ def identify(
     hits = cards.search(own, library)
     alike = list(islice(_of_shape(hits[top:], own), TRIED))
     used = list(_controls(weights, alike, options, progress))
-    controls = [(other, pair) for other, pair in used if not pair.convicts()]
-    kin = {other.name for other, pair in used if pair.convicts()}
-    near = hits[:top] + [hit for hit in hits[top:] if _where(hit) in kin]
+    controls = [(other, pair) for _, other, pair in used if not pair.convicts()]
+    kin = {hit.file for hit, _, pair in used if pair.convicts()}
+    near = hits[:top] + [hit for hit in hits[top:] if hit.file in kin]
     found = [_candidate(weights, hit, controls, options, progress) for hit in near]
-    refused = {name: f"related to {weights.name}, so it is a candidate" for name in kin}
-    told = tuple(Control(other.name, refused.get(other.name, "")) for other, _ in used)
+    why = f"related to {weights.name}, so it is a candidate"
+    told = tuple(Control(other.name, why if hit.file in kin else "") for hit, other, _ in used)
     none = (
         f"The library has no model of this shape beyond the nearest {top}, so there are no controls."
         if not alike
@@ -159,9 +159,9 @@ def _of_shape(hits: Sequence[cards.Hit], own: Card) -> Iterator[cards.Hit]:
 
 def _controls(
     weights: Weights, hits: Sequence[cards.Hit], options: Options, progress: Told
-) -> Iterator[tuple[Weights, Pair]]:
-    """Yields the models of the library that can be compared, until enough of them are unrelated to the model in
-    question."""
+) -> Iterator[tuple[cards.Hit, Weights, Pair]]:
+    """Yields the models of the library that can be compared, with their cards, until enough of them are unrelated to
+    the model in question."""
     usable, quick = 0, options.of_controls()
     for hit in hits:
         if usable == CONTROLS:
@@ -173,7 +173,7 @@ def _controls(
         except (FathomError, OSError):
             continue
         usable += not pair.convicts()
-        yield other, pair
+        yield hit, other, pair
 
 
 def _candidate(
