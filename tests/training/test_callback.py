@@ -27,23 +27,23 @@ def trainer(folder: Path, callbacks: list[FollowSteps], **further: Any) -> Train
 
 
 def test_the_callback_opens_a_mechanism(tmp_path: Path) -> None:
-    """λ is that of the last step, and a saved model has it."""
+    """λ is that of the steps made, and a saved model has it."""
     running = trainer(tmp_path, [FollowSteps()])
     running.train()
     running.save_model(str(tmp_path / "saved"))
     saved = FathomConfig.from_pretrained(tmp_path / "saved")
-    assert (saved.mixer_options["blend"], saved.mixer_options["blend_steps"]) == (0.5, 0)
+    assert (saved.mixer_options["blend"], saved.mixer_options["blend_steps"]) == (0.75, 0)
 
 
-def test_the_best_checkpoint_has_the_step_that_it_was_trained_with(tmp_path: Path) -> None:
-    """The Trainer loads its weights after the last step, with whose λ they were not trained."""
+def test_the_best_checkpoint_has_its_own_step(tmp_path: Path) -> None:
+    """The Trainer loads its weights after the last step, with whose λ they were not saved."""
     often = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     running = trainer(tmp_path, [FollowSteps()], **often, load_best_model_at_end=True)
     running.train()
     assert (running.state.best_global_step, running.state.global_step) == (2, 3)
-    assert running.model.settled_config().mixer_options["blend"] == 0.25
+    assert running.model.settled_config().mixer_options["blend"] == 0.5
     best = FathomConfig.from_pretrained(tmp_path / "checkpoint-2")
-    assert best.mixer_options["blend"] == 0.25
+    assert best.mixer_options["blend"] == 0.5
 
 
 def test_without_it_training_stops(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fathom.checkpoints.runs import config_of
 from fathom.cli.main import main
 from fathom.data.shards import read_index, write_index
 from fathom.errors import DataError
@@ -96,6 +97,20 @@ def test_a_mechanism_that_a_short_run_does_not_open_is_named(recipe: Recipe, tmp
             "mechanism blended in"
         )
         assert (notice in capsys.readouterr().err) == says
+
+
+def test_a_run_and_its_last_checkpoint_are_one_model(corpus: Path, tmp_path: Path) -> None:
+    """Schedules are those of the steps made, also where a run ends that has no step left to make."""
+    recipe = tiny_recipe(corpus, "train.steps=2", "model.mixer_options.blend_steps=4", "train.export=true")
+    scores = []
+    for _ in range(2):
+        evaluation = train(recipe, tmp_path).evaluation
+        assert evaluation is not None
+        scores.append(evaluation.loss)
+        for name in (tmp_path / "model", f"{tmp_path}@step-2"):
+            assert config_of({"from_pretrained": str(name)}).mixer_options["blend"] == 0.5
+        (tmp_path / "result.json").unlink()
+    assert scores[0] == scores[1]
 
 
 def test_repeats_are_said(recipe: Recipe, tmp_path: Path, capsys) -> None:

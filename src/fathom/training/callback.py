@@ -24,12 +24,18 @@ class FollowSteps(TrainerCallback):
         """Before every optimizer step."""
         _tell(model, state.global_step, state)
 
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
+    ) -> None:
+        """After it, before the Trainer evaluates and saves."""
+        _tell(model, state.global_step, state)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
-        """After `load_best_model_at_end`, schedules return to the step that the best checkpoint was trained with."""
+        """After `load_best_model_at_end`, schedules return to the best checkpoint's step."""
         if args.load_best_model_at_end and state.best_model_checkpoint is not None and state.best_global_step:
-            _tell(model, state.best_global_step - 1, state)
+            _tell(model, state.best_global_step, state)
 
 
 def _tell(model: nn.Module, step: int, state: TrainerState) -> None:

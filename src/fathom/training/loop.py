@@ -224,6 +224,7 @@ class Run:
     def train(self) -> TrainResult:
         """Train the remaining steps, then evaluate and export the model."""
         settings, training = self.recipe.train, self.training
+        self._follow()
         with self.hooks.around(self, self._hook_states), stop_signals(self.ranks.first) as stopped:
             self.meter.start()
             for step, batches in training.batches(self.step, settings.steps):
@@ -232,6 +233,7 @@ class Run:
                 metrics = training.step(step, batches)
                 self.meter.add(metrics)
                 self.step = step + 1
+                self._follow()
                 stopping = self.ranks.any(self._stopping or bool(stopped))
                 if stopping or self.due(settings.log_every) or self._refused_too_often():
                     self.read()
@@ -243,6 +245,10 @@ class Run:
                 if stopping:
                     break
             return self._finish(stopped[0] if stopped else None)
+
+    def _follow(self) -> None:
+        """Set schedules to the steps made, as whoever opens a checkpoint does: evaluations and the export read them."""
+        self.training.model.set_step(self.step, self.recipe.train.steps)
 
     def due(self, every: int) -> bool:
         """Whether this step is a multiple of `every` or the run's last step; False if `every` is 0."""
