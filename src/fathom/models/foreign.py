@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 """Arguments of `from_pretrained` that say where on the Hub a checkpoint is."""
+PLACE = (*HUB_KEYS, "subfolder")
+"""These and the folder within it, or within a directory."""
 
 
 class Reader:
@@ -85,8 +87,8 @@ def opened(
     Fathom's, they are passed as a `state_dict`, without a path."""
     if path is None or kwargs.get("state_dict") is not None:
         return path, kwargs
-    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-    theirs = PretrainedConfig.get_config_dict(path, **hub)[0]
+    place = {key: kwargs[key] for key in PLACE if key in kwargs}
+    theirs = PretrainedConfig.get_config_dict(path, **place)[0]
     if theirs.get("model_type") in (config_class.model_type, None):
         return path, kwargs
     types = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}  # may be "auto"
@@ -95,13 +97,15 @@ def opened(
         config, left = config_class.from_pretrained(path, return_unused_kwargs=True, **left)
     local = Path(path)
     if not local.is_dir():
+        hub = {key: value for key, value in place.items() if key in HUB_KEYS}
         local = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"], **hub))
+    local /= place.get("subfolder") or ""
     tensors = reader().tensors(local, without(theirs, config.ignore_keys or ()), config)
     if tensors is None:
         return path, kwargs
     if config.dtype is None:
         config.dtype = next(iter(tensors.values()))[...].dtype
-    left = {key: value for key, value in left.items() if key not in (*HUB_KEYS, "use_safetensors")} | types
+    left = {key: value for key, value in left.items() if key not in (*PLACE, "use_safetensors")} | types
     if "generation_config" not in left and (local / GENERATION_CONFIG_NAME).is_file():
         left["generation_config"] = GenerationConfig.from_pretrained(local)
     return None, {**left, "config": config, "state_dict": tensors}

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .axes.roles import MechanismModule, Recurrence, Residual, ValueMixer
-from .foreign import HUB_KEYS, opened
+from .foreign import PLACE, opened
 from .registry import AXES
 
 SHAPING = (
@@ -153,12 +153,12 @@ class StrictLoading(PreTrainedModel):
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
-        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+        place = {key: kwargs[key] for key in PLACE if key in kwargs}
         own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
         given, config = pretrained_model_name_or_path, kwargs.get("config")
         if given is not None:
             ignored = getattr(config, "ignore_keys", None) or kwargs.get("ignore_keys")
-            own = cls.config_class.get_config_dict(given, ignore_keys=ignored, **hub)[0]
+            own = cls.config_class.get_config_dict(given, ignore_keys=ignored, **place)[0]
         if config is not None:
             kwargs.pop("ignore_keys", None)
         trained = kwargs.get("state_dict") != {}

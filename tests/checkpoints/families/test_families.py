@@ -183,3 +183,14 @@ def test_a_single_file_wins_over_an_index_left_behind(name: str, old: str, tmp_p
         with torch.no_grad():
             other = FathomForCausalLM.from_pretrained(tmp_path).eval()(ids).logits
         assert (other - theirs(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gpt2"])
+def test_a_folder_of_a_directory_opens_with_its_own_weights(name: str, tmp_path: Path) -> None:
+    """Another model of the same shape is in the directory itself."""
+    stock(name, seed=1).save_pretrained(tmp_path)
+    theirs, ids = stock(name), torch.arange(1, 9)[None]
+    theirs.save_pretrained(tmp_path / "inner")
+    with torch.no_grad():
+        found = FathomForCausalLM.from_pretrained(tmp_path, subfolder="inner").eval()(ids).logits
+        assert (found - theirs(ids).logits).abs().max() < 1e-5
