@@ -194,3 +194,13 @@ def test_a_folder_of_a_directory_opens_with_its_own_weights(name: str, tmp_path:
     with torch.no_grad():
         found = FathomForCausalLM.from_pretrained(tmp_path, subfolder="inner").eval()(ids).logits
         assert (found - theirs(ids).logits).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma", "gpt2", "phi3-window"])
+def test_a_decoder_saved_without_its_head_opens(name: str, tmp_path: Path) -> None:
+    """Its tensors have no prefix; the head is the embedding."""
+    theirs, ids = stock(name), torch.arange(1, 9)[None]
+    theirs.base_model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        found = FathomForCausalLM.from_pretrained(tmp_path).eval()(ids).logits
+        assert (found - theirs(ids).logits).abs().max() < 1e-5

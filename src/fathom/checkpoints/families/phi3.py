@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from fathom.checkpoints.families.family import RELATIVES, SHARED, Family, Rounding, Values, windows
 from fathom.checkpoints.families.llama import with_window
-from fathom.checkpoints.families.tensor_names import projections, stacked
+from fathom.checkpoints.families.tensor_names import projections, renamed, stacked
 from fathom.models import FathomConfig
 
 KEYS = tuple(key for key in SHARED if key not in ("head_dim", "attention_bias", "mlp_bias"))
@@ -28,10 +28,13 @@ def halves(config: FathomConfig) -> list[int]:
     return [config.intermediate_size, config.intermediate_size]
 
 
-OURS = "model.layers.{i}."
+TOP, L, OURS = "[model.]", "[model.]layers.{i}.", "model.layers.{i}."
+KEPT = ("self_attn.o_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm")
 RULES = (
-    stacked(f"{OURS}self_attn.qkv_proj.weight", [f"{OURS}self_attn.{n}_proj.weight" for n in "qkv"], projections),
-    stacked(f"{OURS}mlp.gate_up_proj.weight", [f"{OURS}mlp.{n}_proj.weight" for n in ("gate", "up")], halves),
+    stacked(f"{L}self_attn.qkv_proj.weight", [f"{OURS}self_attn.{n}_proj.weight" for n in "qkv"], projections),
+    stacked(f"{L}mlp.gate_up_proj.weight", [f"{OURS}mlp.{n}_proj.weight" for n in ("gate", "up")], halves),
+    *(renamed(f"{TOP}{name}.weight", f"model.{name}.weight") for name in ("embed_tokens", "norm")),
+    *(renamed(f"{L}{name}.weight", f"{OURS}{name}.weight") for name in KEPT),
 )
 
 STRIDED = Rounding("the class applies SiLU to one half of a fused product, and torch rounds a strided tensor otherwise")
