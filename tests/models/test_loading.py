@@ -46,6 +46,13 @@ def test_agreeing_keys_are_allowed(untied: Path) -> None:
     assert torch.equal(model.eval()(ids).logits, stock.eval()(ids).logits)
 
 
+def test_a_configuration_of_another_class_is_refused(untied: Path) -> None:
+    """Such as that of the checkpoint's family, which transformers' own classes take."""
+    for config in (Qwen3Config.from_pretrained(untied), str(untied)):
+        with pytest.raises(ValueError, match=r"^config must be a FathomConfig, got a (Qwen3Config|str); leave it out"):
+            FathomForCausalLM.from_pretrained(untied, config=config)
+
+
 def test_mismatched_sizes_may_be_asked_for_but_not_another_head(untied: Path) -> None:
     loose = {"ignore_mismatched_sizes": True}
     assert FathomForCausalLM.from_pretrained(untied, vocab_size=70, **loose).lm_head.out_features == 70

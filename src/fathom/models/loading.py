@@ -156,6 +156,11 @@ class StrictLoading(PreTrainedModel):
         place = {key: kwargs[key] for key in PLACE if key in kwargs}
         own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
         given, config = pretrained_model_name_or_path, kwargs.get("config")
+        if config is not None and getattr(config, "model_type", None) != cls.config_class.model_type:
+            raise ValueError(
+                f"config must be a {cls.config_class.__name__}, got a {type(config).__name__}; leave it out, or give "
+                f"{cls.config_class.__name__}.from_pretrained(...)"
+            )
         if given is not None:
             ignored = getattr(config, "ignore_keys", None) or kwargs.get("ignore_keys")
             own = cls.config_class.get_config_dict(given, ignore_keys=ignored, **place)[0]
