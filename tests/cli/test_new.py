@@ -30,7 +30,9 @@ def test_wrong_names_and_places(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    for words, said in {("mixer", "Pair"): "lower-case", ("cache", "tova"): "is there already"}.items():
+    taken = [("mixer", "loop"), ("mixer", "vanilla"), ("family", "qwen3"), ("cache", "full"), ("cache", "tova")]
+    wrong = {("mixer", "Pair"): "lower-case", ("cache", "whole"): "is there already"}
+    for words, said in {**wrong, **dict.fromkeys(taken, "name of something else already")}.items():
         assert main(["new", *words]) == 2 and said in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main(["new", "mixer", "pair"]) == 2 and "run this in a checkout" in capsys.readouterr().err

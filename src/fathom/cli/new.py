@@ -97,6 +97,8 @@ def run(options: Namespace) -> int:
     if iskeyword(options.name):
         raise SettingsError(f"{options.name} is a keyword of Python; choose another name")
     root = checkout(Path.cwd())
+    if options.name in taken(options.kind):
+        raise SettingsError(f"{options.name} is the name of something else already; choose another name")
     scaffold, forms = SCAFFOLDS[options.kind], forms_of(options.name)
     texts = dict(_texts(root, scaffold, forms))
     for path, text in texts.items():
@@ -115,6 +117,22 @@ def checkout(place: Path) -> Path:
     raise SettingsError(
         "run this in a checkout of Fathom; a mechanism in a package of your own needs no scaffold: see the tutorial"
     )
+
+
+def taken(kind: str) -> set[str]:
+    """The names that an addition of a kind may not have; mixers share theirs with residuals and recurrences."""
+    if kind == "mixer":
+        from fathom.models.registry import VANILLA, known
+
+        return {*known(), VANILLA}
+    if kind == "family":
+        from fathom.checkpoints.families import FAMILIES
+
+        return {*FAMILIES}
+    from fathom.kvcache.build import METHODS
+    from fathom.kvcache.whole import WHOLE
+
+    return {*METHODS, *WHOLE}
 
 
 def forms_of(name: str) -> dict[str, str]:
