@@ -80,6 +80,15 @@ def test_the_recipe_opens_what_was_closed(bases, tmp_path):
     assert cost.activation_bytes > alone.activation_bytes
 
 
+def test_a_second_recipe_opens_what_an_untrained_first_one_left_closed(tmp_path, capsys):
+    base = export_tiny(tmp_path / "base", mixer="depth_attention", mixer_options={"blend": 0})
+    assert main(["deepen", str(base), "--with", "loop", "--out", str(tmp_path / "deeper")]) == 0
+    assert "opened too       mixer=depth_attention, which the base model holds closed" in capsys.readouterr().out
+    config = load_recipe(tmp_path / "deeper" / HEAL, ["data.directory=elsewhere"]).config()
+    for options in (config.mixer_options, config.recurrence_options):
+        assert (options["blend"], options["blend_steps"]) == (1.0, 300)
+
+
 def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):
     """A recipe with them trains them faster and opens nothing by schedule; without them there is no group."""
     learned = parse_request("depth_attention:blend=learned,gates=head+branch_gain")

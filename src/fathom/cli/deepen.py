@@ -171,6 +171,8 @@ def _words(made: Deepened, road: Road) -> str:
     }
     if not made.tokenizer:
         rows["tokenizer"] = f"none: the base model has none; put one into {made.directory} first"
+    if made.opened:
+        rows["opened too"] = f"{', '.join(made.opened)}, which the base model holds closed: the recipe opens it as well"
     if made.kept:
         rows["kept"] = f"{made.kept}, the recipe that was there"
     said = [f"{name:<16} {value}" for name, value in rows.items()]

@@ -120,8 +120,9 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     """
     opening = round(OPENING * healing.steps)
     length = min(LONGEST, config.max_position_embeddings)
+    earlier = {f"{axis}_options": {"blend": 1.0, "blend_steps": opening} for axis in request.left_closed(config)}
     values: dict[str, object] = {
-        "model": {"from_pretrained": absolute(road.directory), **request.opening(opening)},
+        "model": {"from_pretrained": absolute(road.directory), **earlier, **request.opening(opening)},
         "data": {"sequence_length": length},
         "optim": {
             **{"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},

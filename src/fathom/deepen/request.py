@@ -91,6 +91,12 @@ class Request:
             if "blend" not in self.options.get(part.name, {})
         }
 
+    def left_closed(self, config: FathomConfig) -> tuple[str, ...]:
+        """The axes, such as `mixer`, that an earlier `fathom deepen` closed and no training opened; `config` is the
+        configuration with the mechanisms."""
+        held = {axis: getattr(config, f"{axis}_options") for axis in AXES if axis not in {p.axis for p in self.parts}}
+        return tuple(axis for axis, keys in held.items() if keys.get("blend") == 0 and not keys.get("blend_steps"))
+
 
 def parse_request(text: str, layers: str | None = None) -> Request:
     """`loop:trips=2,damping=0.5+depth_attention` as a request.

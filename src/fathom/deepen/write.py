@@ -71,6 +71,8 @@ class Deepened:
     """Whether the model has a tokenizer."""
     kept: Path | None = None
     """The recipe that was there, such as an edited one, if it differs from the new one."""
+    opened: tuple[str, ...] = ()
+    """Mechanisms that the base model holds closed, as `axis=name`; the recipe opens them too."""
 
 
 def deepen(source: str | Path, request: Request, out: str | Path, healing: Healing | None = None) -> Deepened:
@@ -103,7 +105,8 @@ def deepen(source: str | Path, request: Request, out: str | Path, healing: Heali
     deviation = written_deviation(opened, out)
     sizes = Sizes.of(base.config), Sizes.of(config)
     exact = deviation == 0 or request.exact(config)
-    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept)
+    reopened = tuple(f"{axis}={getattr(config, axis)}" for axis in request.left_closed(config))
+    return Deepened(out, request.name, recipe, *sizes, deviation, exact, opened.tokenizer is not None, kept, reopened)
 
 
 def _earlier(recipe: Path, text: bytes) -> tuple[Path | None, dict[str, bytes]]:
