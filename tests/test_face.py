@@ -173,3 +173,26 @@ def test_no_name_is_a_module_s() -> None:
 def test_python_m_fathom() -> None:
     done = subprocess.run([sys.executable, "-m", "fathom", "tain"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.startswith("fathom: tain: no such command")
+
+
+def test_an_argument_of_another_kind_is_one_line(tmp_path: Path) -> None:
+    """A path serves where its name does; what cannot be read is refused by an error that says what is wanted."""
+    model, tokenizer = fathom.load(export_tiny(tmp_path / "model"), "cpu")
+    text = tmp_path / "text.txt"
+    text.write_text("A deep sea.\n" * 9)
+    fathom.prepare(text, tmp_path / "data", tokenizer=tmp_path / "model", held_out=0.0, workers=1)
+    assert fathom.EvaluationSettings(perplexity=str(text)).perplexity == (str(text),)
+    scores = fathom.evaluate(tmp_path / "model", fathom.EvaluationSettings(device="cpu"), perplexity=text)
+    assert all(one.perplexity for one in scores.checkpoints.values())
+    wrong = {
+        "evaluate takes names and directories; export a FathomForCausalLM": lambda: fathom.evaluate([model]),  # type: ignore[list-item]
+        "export takes a model of Fathom, got a Linear": lambda: fathom.export(torch.nn.Linear(2, 2), tmp_path / "out"),  # type: ignore[arg-type]
+        "generate takes a model and a tokenizer": lambda: fathom.generate(model, None, "A"),  # type: ignore[arg-type]
+        "recipe must be a Recipe, its file or name, got {}": lambda: fathom.train({}, tmp_path / "run"),  # type: ignore[arg-type]
+        "tokenizer must be a path or a name": lambda: fathom.prepare(text, tmp_path / "out", tokenizer=tokenizer),  # type: ignore[arg-type]
+    }
+    for says, call in wrong.items():
+        with pytest.raises(fathom.FathomError) as caught:
+            call()
+        assert says in str(caught.value)
+    assert not (tmp_path / "out").exists()

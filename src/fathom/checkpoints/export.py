@@ -18,6 +18,7 @@ import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import cast
 
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_imports
@@ -91,6 +92,13 @@ def export(
     if isinstance(model, str | Path):
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, facts or opened.facts
+    given: object = getattr(model, "_orig_mod", model)  # of a compiled model
+    model = cast("FathomPreTrainedModel", given)
+    if not isinstance(model, PreTrainedModel) or model.config.model_type != FathomConfig.model_type:
+        raise ModelError(
+            f"export takes a model of Fathom, got a {type(model).__name__}: FathomForCausalLM.from_pretrained opens "
+            "models of other classes, and merge_and_unload merges peft's adapters"
+        )
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
         raise ModelError(f"a {type(model).__name__} cannot be exported with `form={form}`; use `form=fathom`")
     shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_unrolled}

@@ -119,7 +119,7 @@ class PrepareOptions(AdvisedReading):
 def prepare(
     inputs: Sequence[str | Path],
     out: str | Path,
-    tokenizer: str | None = None,
+    tokenizer: str | Path | None = None,
     train_tokenizer: int | None = None,
     held_out: float = 0.01,
     workers: int | None = None,
@@ -143,6 +143,9 @@ def prepare(
         options: Further options.
     """
     chosen = options or PrepareOptions()
+    if not isinstance(tokenizer, str | Path | None):
+        raise DataError(f"tokenizer must be a path or a name on the Hub, got a {type(tokenizer).__name__}")
+    tokenizer = None if tokenizer is None else str(tokenizer)
     _check_arguments(tokenizer, train_tokenizer, held_out, workers, chosen)
     out = Path(out)
     settings = _settings(inputs, tokenizer or train_tokenizer, held_out, chosen)

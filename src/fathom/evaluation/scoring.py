@@ -107,6 +107,8 @@ class EvaluationSettings(Opening):
     """Directory for results, so that a second call resumes."""
 
     def __post_init__(self) -> None:
+        texts = (self.perplexity,) if isinstance(self.perplexity, str) else self.perplexity  # one, not its letters
+        object.__setattr__(self, "perplexity", tuple(map(str, texts)))
         for key in ("context", "stride", "limit", "batch_size"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise SettingsError(f"{key}={value}: allowed: 1 or more")
@@ -186,7 +188,7 @@ def evaluate(
     checkpoints: str | Path | Sequence[str | Path],
     settings: EvaluationSettings | None = None,
     *,
-    perplexity: str | Sequence[str] = (),
+    perplexity: str | Path | Sequence[str | Path] = (),
     tasks: str | None = None,
 ) -> ScoresReport:
     """Score checkpoints on tasks and texts, with paired differences; returns the contents of `report.json`.
@@ -199,9 +201,11 @@ def evaluate(
         tasks: lm-eval's tasks, groups and tags, separated by commas; replaces the settings' tasks.
     """
     chosen = settings or EvaluationSettings()
-    perplexity = (perplexity,) if isinstance(perplexity, str) else perplexity  # one, not its letters
+    texts = (perplexity,) if isinstance(perplexity, str | Path) else perplexity
     checkpoints = (checkpoints,) if isinstance(checkpoints, str | Path) else checkpoints
-    chosen = replace(chosen, perplexity=perplexity or chosen.perplexity, tasks=tasks or chosen.tasks)
+    if wrong := [one for one in checkpoints if not isinstance(one, str | Path)]:
+        raise SettingsError(f"evaluate takes names and directories; export a {type(wrong[0]).__name__} first")
+    chosen = replace(chosen, perplexity=tuple(map(str, texts)) or chosen.perplexity, tasks=tasks or chosen.tasks)
     return run(checkpoints, chosen)[1]
 
 

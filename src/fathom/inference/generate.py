@@ -99,7 +99,7 @@ def generate(
         sampling: How tokens are sampled.
         write: Called with each new piece of text; pieces end at whole characters.
     """
-    if isinstance(model, str | Path) or isinstance(tokenizer, str | Path):
+    if isinstance(model, str | Path) or not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise SettingsError("generate takes a model and a tokenizer: `fathom.load(DIRECTORY)` opens both")
     sampling = sampling or Sampling()
     ids = encode(tokenizer, prompt)

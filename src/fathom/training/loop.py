@@ -96,6 +96,8 @@ def train(
     if isinstance(run_dir, Recipe | Branch):
         raise SettingsError("train(recipe, run_dir): the recipe comes first")
     recipe = load_recipe(recipe) if isinstance(recipe, str | Path) else recipe
+    if not isinstance(recipe, Recipe | Branch):
+        raise SettingsError(f"train(recipe, run_dir): recipe must be a Recipe, its file or name, got {recipe!r}")
     planned = recipe.recipe if isinstance(recipe, Branch) else recipe
     place = recipe.run_dir if isinstance(recipe, Branch) else run_dir
     if place is None:
