@@ -15,9 +15,11 @@ from fathom.models.cost import (
     count_parameters,
     flops_per_token,
     mechanism_cost,
+    training_flops_per_token,
 )
 from fathom.models.decoder.arithmetic import keys_read
 from fathom.models.hosts.layer_cost import layer_costs
+from tests.models.test_cost import UNCOUNTED
 
 from .cases import ours_of, theirs_of, tokens
 from .test_hosted_layer import KINDS, LOOP
@@ -52,6 +54,17 @@ def test_flops_are_what_torch_counts(name, mechanism):
         assert declared <= counted <= STATES[name] * declared
     else:
         assert counted == pytest.approx(declared, rel=1e-3)
+
+
+@pytest.mark.parametrize("mechanism", [{}, {"recurrence": "ponder", "recurrence_options": {"trips": 2, "top_k": 50}}])
+def test_logits_with_a_bias_are_made_again_in_training(mechanism):
+    """By the loss, and by a mixture of the likeliest words, which otherwise gathers their rows."""
+    model, length = ours_of(theirs_of("phi", backend="eager", vocab_size=1500), **mechanism).train(), 16
+    ids = tokens(2, length)
+    with FlopCounterMode(display=False, custom_mapping=UNCOUNTED) as counter:
+        model(ids, labels=ids).loss.backward()
+    counted = counter.get_total_flops() / ids.numel()
+    assert counted == pytest.approx(training_flops_per_token(model.config, 2 * length - 1), rel=1e-3)
 
 
 def held(model: FathomForCausalLM, length: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .head import is_scaled
+from .head import is_called
 
 if TYPE_CHECKING:
     from ..axes.fields import DecoderConfig
@@ -32,8 +32,8 @@ def head_flops(config: DecoderConfig) -> int:
 
 
 def loss_flops(config: DecoderConfig) -> int:
-    """FLOPs of one token's loss and the gradients; logits that are scaled or capped are computed twice."""
-    return (4 if is_scaled(config) else 3) * head_flops(config)
+    """FLOPs of one token's loss and the gradients; logits with a bias, a scale or a cap are computed twice."""
+    return (4 if is_called(config) else 3) * head_flops(config)
 
 
 def layer_cache_bytes(config: DecoderConfig, bytes_per_scalar: int = 2) -> int:

@@ -39,6 +39,11 @@ def is_scaled(config: DecoderConfig) -> bool:
     return any(scale != 1.0 for scale in scales) or config.final_logit_softcapping is not None
 
 
+def is_called(config: DecoderConfig) -> bool:
+    """Whether losses and mixtures call the head as a module, because it is more than one matrix product."""
+    return is_scaled(config) or config.head_bias
+
+
 def build_head(config: DecoderConfig) -> nn.Linear:
     """The head of a configuration."""
     if is_scaled(config):

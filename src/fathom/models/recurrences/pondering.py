@@ -20,7 +20,7 @@ from transformers import initialization as init
 from ..axes.numerics import IGNORE, lowest_mean, widen
 from ..axes.roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions, TripState
 from ..decoder.arithmetic import head_flops, layer_cache_bytes, layer_flops
-from ..decoder.head import is_scaled
+from ..decoder.head import is_called
 from .draws import between, draw
 from .vocabulary_mixture import mixture, mixture_flops
 
@@ -249,8 +249,8 @@ def mixed(out: Out, options: MixtureOptions) -> Tensor:
 
 def mixture_cost(config: DecoderConfig, visits: Sequence[Visit]) -> Cost:
     """Cost of a vocabulary mixture after every iteration but the last."""
-    top_k, scaled = MixtureOptions.of(config).top_k, is_scaled(config)
-    forward, step = mixture_flops(config.hidden_size, config.vocab_size, top_k, scaled)
+    top_k, called = MixtureOptions.of(config).top_k, is_called(config)
+    forward, step = mixture_flops(config.hidden_size, config.vocab_size, top_k, called)
     made = visits[-1].trip
     return Cost(flops=made * forward, training_flops=made * (step - 3 * forward))
 

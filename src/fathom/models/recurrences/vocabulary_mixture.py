@@ -34,17 +34,18 @@ def is_sparse(words: int, top_k: int) -> bool:
     return 0 < top_k < words and words >= SPARSE * top_k
 
 
-def mixture_flops(width: int, words: int, top_k: int, scaled: bool = False) -> tuple[int, int]:
+def mixture_flops(width: int, words: int, top_k: int, called: bool = False) -> tuple[int, int]:
     """FLOPs of one token's mixture: a forward pass, and a training step, forward and backward.
 
     Sparse: the head once, without a gradient, then per word a share of the sum. In training per word a probability too,
     and backward the probability again, what it gains, and a share of the gradients of the row and of both tables.
-    Dense: two whole products, and five backward; so trains every mixture of logits that the head scales or caps.
+    Dense: two whole products, and five backward; so trains every mixture of logits with a bias, a scale or a cap, whose
+    head is `called`.
     """
     product, word = 2 * width * words, 2 * width * top_k
     if not is_sparse(words, top_k):
         return 2 * product, 7 * product
-    return product + word, 7 * product if scaled else product + 7 * word
+    return product + word, 7 * product if called else product + 7 * word
 
 
 def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
