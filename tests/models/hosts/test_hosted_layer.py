@@ -152,6 +152,18 @@ def test_an_embedding_that_scales_is_named(monkeypatch):
         ours_of(theirs)
 
 
+def test_a_mixture_is_of_embeddings_as_the_model_norms_them():
+    """Nanochat's first layer reads normed embeddings, without a scale; a second iteration adds a mean of such ones."""
+    theirs, ids = theirs_of("nanochat"), tokens()
+    ours = ours_of(theirs, recurrence="ponder", recurrence_options={"trips": 2, "top_k": 0})
+    layers = ours_of(theirs)
+    layers.model.norms_embedding = False  # reads `inputs_embeds` as they are
+    with torch.no_grad():
+        words = theirs.model.norm(theirs.model.embed_tokens.weight)
+        second = words[ids] + theirs(ids).logits.softmax(-1) @ words
+        assert (ours(ids).logits - layers(inputs_embeds=second).logits).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])
 def test_gemma4_whose_layers_read_more_than_the_last_one_is_refused(key):
     theirs = {**theirs_of("gemma4_text").config.to_dict(), key: 2}

@@ -70,13 +70,14 @@ def hyperclova(theirs: Any) -> Values:
     return {"embedding_scale": float(theirs.embedding_multiplier), "logits_multiplier": float(theirs.logits_scaling)}
 
 
+def caps(theirs: Any) -> Values:
+    """Capped logits."""
+    return {key: getattr(theirs, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")}
+
+
 def gemma(theirs: Any) -> Values:
     """Scaled embeddings and capped logits."""
-    scale = {"embedding_scale": theirs.hidden_size**0.5, "round_embedding_scale": True}
-    return {
-        **scale,
-        **{key: getattr(theirs, key, None) for key in ("attn_logit_softcapping", "final_logit_softcapping")},
-    }
+    return {"embedding_scale": theirs.hidden_size**0.5, "round_embedding_scale": True, **caps(theirs)}
 
 
 def gemma4(theirs: Any) -> Values:
@@ -140,7 +141,7 @@ def _families() -> dict[str, Host]:
     add("olmo_hybrid", Layout(**AFTER), Layout(token=("linear_attn",)))
     add("gemma2", Layout(**SANDWICH), switches=gemma)
     add("vaultgemma", Layout(before=("input_layernorm", "pre_feedforward_layernorm")), switches=gemma)
-    add("nanochat", Layout(norms_embedding=True), switches=gemma)
+    add("nanochat", Layout(norms_embedding=True), switches=caps)
     scales = "the layer scales what it adds to, so no other residual can stand there"
     add("gemma4_text", Layout(sealed=scales), switches=gemma4)
     one = "a layer is one sub-layer, not two"

@@ -48,6 +48,8 @@ class Out:
     """Whether no trip can follow."""
     positions: Tensor | None = None
     """The tokens' positions, `[1 or B, T]`; of all tokens of the call, so only the first trip's are one for each."""
+    norms_embedding: bool = False
+    """Whether the final norm also norms the embeddings."""
     _entry: Tensor | None = None
     _hidden: Tensor | None = field(default=None, repr=False)
 
@@ -66,17 +68,25 @@ class Out:
         return self._entry
 
     @property
-    def tables(self) -> tuple[nn.Module, Tensor]:
-        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling."""
-        if self.head is None or self.embedding is None:
+    def projection(self) -> nn.Module:
+        """The head of a recurrence that needs one."""
+        if self.head is None:
             raise ValueError("this recurrence reads logits: call the model with its head (FathomForCausalLM does)")
+        return self.head
+
+    @property
+    def tables(self) -> tuple[nn.Module, Tensor]:
+        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling, normed where the model norms
+        its embeddings."""
         table = self.embedding
+        assert table is not None
         # The weight of a sharded or offloaded table exists only while the table is called, and an adapter's table is
         # not its weight.
         called = not isinstance(table, nn.Embedding) or table.weight.is_meta or table._forward_pre_hooks
-        if called or "forward" in vars(table):
-            return self.head, table(torch.arange(table.weight.shape[0], device=self.residual.device))
-        return self.head, table.weight
+        called = called or "forward" in vars(table)
+        words = torch.arange(table.weight.shape[0], device=self.residual.device) if called else None
+        rows = table.weight if words is None else table(words)
+        return self.projection, self.norm(rows) if self.norms_embedding else rows
 
     def of(self, residual: Tensor) -> Out:
         """A copy of this iteration's output with the residual stream of other tokens."""

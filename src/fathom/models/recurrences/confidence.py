@@ -68,4 +68,4 @@ class ConfidenceExit(Recurrence):
             return new
         if self.training:
             return new | {"alive": torch.ones_like(out.hidden[..., 0], dtype=torch.bool)}
-        return new | {"alive": top_probability(out.hidden, out.tables[0]) < self.confidence}
+        return new | {"alive": top_probability(out.hidden, out.projection) < self.confidence}

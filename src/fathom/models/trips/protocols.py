@@ -21,6 +21,8 @@ class Decoder(Protocol):
     training: bool
     embed_tokens: nn.Embedding
     embedding_scale: float
+    norms_embedding: bool
+    """Whether the final norm also norms the embeddings."""
     layers: nn.ModuleList
     layer_types: tuple[str, ...]
     norm: nn.Module

@@ -289,7 +289,8 @@ class TripMaker:
         """The output of an iteration in the form that the recurrence's methods take."""
         model, last = self.model, trip == self.inputs.trips - 1
         head, scale = self.inputs.head, model.embedding_scale
-        return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, self.inputs.positions, entry)
+        more = self.inputs.positions, model.norms_embedding, entry
+        return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, *more)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
         """Run the layers of an iteration once; with the recurrence's option `recompute`, the backward pass recomputes
