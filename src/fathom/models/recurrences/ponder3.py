@@ -7,8 +7,9 @@ The router:
 Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
 learns both from the mixture and from attention.
 
-The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quality of the readout that stops before
-iteration k. The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
+The penalty is λ Σ_k (mean of the lowest ρ_k of w_k) over the iterations k after the first. ρ_1 is the quality Q_1 of
+the readout that stops before iteration 1; later, ρ_k = max(0, Q_k - Q_{k-1}), the quality that one more iteration has
+added. The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
 
 `pondering.py` draws the sample and the Jacobi rounds, `trips/slots.py` makes the rounds, and `axes/numerics.py`
 (`lowest_mean`) takes the lowest share.
