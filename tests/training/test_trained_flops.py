@@ -53,6 +53,23 @@ def test_frozen_weights_are_counted_as_a_counter_does(only):
     assert whole > 1.2 * found, "all weights cost more"
 
 
+@pytest.mark.quick("scaled")
+@pytest.mark.parametrize(
+    "head",
+    [["model.logits_scaling=2.0"], ["model.recurrence=loop", "model.recurrence_options={early_loss: 0.5}"]],
+    ids=["scaled", "early"],
+)
+def test_logits_that_a_frozen_model_makes_again_are_counted(head):
+    """A scaled head's twice on every device; of the losses of early iterations, each once."""
+    recipe = small("optim.only=[lm_head.*]", "model.tie_word_embeddings=false", "model.vocab_size=1000", *head)
+
+    def prepare(model):
+        freeze(model, recipe.optim.only)
+        return model
+
+    assert step_flops(recipe) == pytest.approx(counted(recipe, prepare), rel=0.01)
+
+
 @pytest.mark.slow
 def test_gates_alone_cost_two_thirds_of_a_step():
     """Forward and the gradients of activations, but none of the weights: 4 P in place of 6 P."""

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fathom.checkpoints.runs import config_of
 from fathom.models.cost import flops_per_token, training_flops_range
 from fathom.models.decoder.arithmetic import head_flops
+from fathom.models.decoder.head import is_called
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training.adapters import adapt
@@ -89,5 +90,8 @@ def _counted(recipe: Recipe, whole: bool) -> int:
     ids = torch.zeros(1, (recipe.data.sequence_length + 1) // 2, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    # On the meta device the loss makes its logits twice, as for a head that is offloaded.
-    return counter.get_total_flops() - ids.numel() * round(head_flops(model.config))
+    if is_called(model.config):
+        return counter.get_total_flops()
+    # On the meta device a loss makes its logits twice, as for a head that is offloaded.
+    losses = model.model.recurrence.drawn_trips if config.recurrence_options.get("early_loss") else 1
+    return counter.get_total_flops() - losses * ids.numel() * round(head_flops(model.config))
