@@ -83,9 +83,10 @@ class Out:
         # The weight of a sharded or offloaded table exists only while the table is called, and an adapter's table is
         # not its weight.
         called = not isinstance(table, nn.Embedding) or table.weight.is_meta or table._forward_pre_hooks
-        called = called or "forward" in vars(table)
-        words = torch.arange(table.weight.shape[0], device=self.residual.device) if called else None
-        rows = table.weight if words is None else table(words)
+        if called or "forward" in vars(table):
+            rows = table(torch.arange(table.weight.shape[0], device=self.residual.device))
+        else:
+            rows = table.weight
         return self.projection, self.norm(rows) if self.norms_embedding else rows
 
     def of(self, residual: Tensor) -> Out:
