@@ -288,7 +288,9 @@ def counted_step(config, length):
 WIDER = {"hidden_size": 96, "intermediate_size": 288, "head_dim": 24}  # where sums and norms, uncounted, are few
 
 
-@pytest.mark.quick("vanilla-61", "attention_residuals-61", "loop+depth_attention-grid-61", "ponder@gpt2-61")
+@pytest.mark.quick(
+    *("vanilla-61", "attention_residuals-61", "loop+depth_attention-grid-61", "ponder@gpt2-61", "ponder-pause-duo-61")
+)
 @pytest.mark.parametrize("words", [61, 2000])
 @pytest.mark.parametrize("case", CASES)
 def test_a_declared_training_step_is_a_measured_one(case, words):
