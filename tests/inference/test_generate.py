@@ -231,6 +231,27 @@ def test_a_stop_string_that_a_padding_token_completes() -> None:
             assert (made.text, made.tokens, made.finish) == ("a", len(row), "stop")
 
 
+@pytest.mark.parametrize("drafts", [1, 2, 3, 10])
+def test_a_stop_string_within_a_draft_ends_the_text(drafts: int) -> None:
+    """transformers looks at the last token of a step alone, so a text went on behind the string."""
+    model, tokenizer, pieces = FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(), tiny_tokenizer(), list[str]()
+    cycle = tokenizer.convert_tokens_to_ids([*"abcd"])
+    read: list[torch.Tensor] = []
+
+    def head(module: torch.nn.Module, given: object, logits: torch.Tensor) -> torch.Tensor:
+        after = dict(zip(cycle, [*cycle[1:], cycle[0]], strict=True))
+        follow = torch.tensor([[after[int(token)] for token in read[-1][0, -logits.shape[1] :]]])
+        return torch.nn.functional.one_hot(follow, logits.shape[-1]).float()
+
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, given: read.append(given[0]))
+    model.lm_head.register_forward_hook(head)
+    for stop, text in (("ab", "bcdab"), ("cd", "bcd"), ("da", "bcda"), ("bcdabcdab", "bcdabcdab")):
+        options = {"stop_strings": stop, "prompt_lookup_num_tokens": drafts, "eos_token_id": None}
+        made = generate(model, tokenizer, "abcda", Sampling(12, temperature=0, options=options), pieces.append)
+        assert (made.text, made.tokens, made.finish) == (text, len(text), "stop")
+        assert pieces.pop() == text and not pieces
+
+
 def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
     """Where decoding strips a leading one; an answer of a conversation, which is a text of its own, has none."""
     model, tokenizer, pieces = (

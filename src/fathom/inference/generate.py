@@ -173,7 +173,8 @@ def generate_stream(
 ) -> Generated:
     """Continue token ids, streaming words; an answer in a conversation (`talk`) is decoded separately from its
     prompt."""
-    if write is None or sampling.beams(model) > 1:  # with beam search the text is only known at the end
+    late = sampling.beams(model) > 1 or (sampling.assisted(model) and sampling.stop_strings(model))
+    if write is None or late:  # the text is only known at the end
         made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
         return made
@@ -206,10 +207,10 @@ def _run(
         "num_return_sequences": 1,
         "logits_processor": LogitsProcessorList([Finite()]),
     }
+    ending = None
     if strings:
-        arguments["stopping_criteria"] = StoppingCriteriaList(
-            [OfTheText(StopStringCriteria(tokenizer, strings), width)]
-        )
+        ending = OfTheText(StopStringCriteria(tokenizer, strings), width, sampling.assisted(model))
+        arguments["stopping_criteria"] = StoppingCriteriaList([ending])
     check_drafts(model, sampling.speculate, sampling.max_trips)
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
@@ -229,6 +230,7 @@ def _run(
     seconds = time.perf_counter() - began
     made = []
     for prompt, row, room, talk in zip(prompts, out.sequences[:, width:].tolist(), rooms, talks, strict=True):
+        row = row if ending is None else row[: ending.end]
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
         text = AnswerWords(tokenizer, after=() if talk else prompt).add(kept, last=True)  # as in streaming
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))

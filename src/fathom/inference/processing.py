@@ -48,14 +48,25 @@ class OfTheText(StoppingCriteria):
     Args:
         inner: The criterion.
         width: Length of the prompt, padding included.
+        drafts: Whether a step may add several tokens to the one sequence, which may then end before its last token.
     """
 
-    def __init__(self, inner: StoppingCriteria, width: int) -> None:
-        self.inner, self.width = inner, width
+    def __init__(self, inner: StoppingCriteria, width: int, drafts: bool = False) -> None:
+        self.inner, self.width, self.drafts = inner, width, drafts
+        self.end: int | None = None
+        """With `drafts`: the number of generated tokens after which the sequence ends."""
+        self._lengths = (width, width)  # of the last two calls; every other one is for a draft that is not accepted yet
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: object) -> torch.BoolTensor:
         """Which sequences `[B, T]` end."""
-        made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
+        length = input_ids.shape[1]
+        first = min(length, 1 + min(self._lengths)) if self.drafts else length
+        self._lengths, self.end = (self._lengths[1], length), None
+        for end in range(first, length + 1):
+            made: torch.BoolTensor = self.inner(input_ids[:, self.width : end], scores, **more)
+            if self.drafts and made.all():
+                self.end = end - self.width
+                break
         return made
 
 

@@ -152,6 +152,10 @@ class Sampling:
             return as_list(self.options["eos_token_id"])
         return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
+    def assisted(self, model: PreTrainedModel) -> bool:
+        """Whether transformers drafts tokens, so that a step may add several."""
+        return any(self.chosen(name, model) for name in ("prompt_lookup_num_tokens", "assistant_early_exit"))
+
     def end_decides(self, model: PreTrainedModel) -> bool:
         """Whether the generated text depends on its length limit, as with beam search or a forced last token."""
         return self.beams(model) > 1 or self.chosen("forced_eos_token_id", model) is not None
