@@ -104,6 +104,26 @@ def test_a_text_that_goes_on_keeps_its_first_blank(stop: str, said: str) -> None
     assert "".join(alone.add([token]) for token in ids) == "lead fell"
 
 
+@pytest.mark.parametrize(
+    ("stops", "least", "said", "count"),
+    [
+        (["ab"], 3, "x", 3),  # one that begins before `min_tokens` tokens, and ends there
+        (["ab"], 4, "xab", 5),
+        (["ab", "abc"], 4, "x", 4),
+        (["ab", "abd"], 4, "xab", 5),  # one that ended earlier, and might have become another
+        (["b"], 4, "xaba", 5),
+    ],
+)
+def test_a_stop_string_about_the_least_number_of_tokens(stops: list[str], least: int, said: str, count: int) -> None:
+    tokenizer = in_bytes()
+    text, pieces = Text(AnswerWords(tokenizer), sorted(stops), min_tokens=least), list[str]()
+    letters = "xabcabab" if "abc" in stops else "xabab"
+    for token in tokenizer(letters)["input_ids"]:
+        if text.finish is None:
+            pieces.append(text.hear(Scored(token)))
+    assert ("".join(pieces), text.said, text.tokens, text.finish) == (said, said, count, "stop")
+
+
 def test_what_a_text_goes_on_from_changes_nothing_else() -> None:
     """Of bytes; nor half a character, or tokens without a text."""
     chance, tokenizer = random.Random(1), in_bytes()

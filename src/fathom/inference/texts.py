@@ -27,10 +27,16 @@ BEHIND = 16
 """Most tokens of a prompt that are looked at for one that has a text."""
 
 
-def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+def before_stop(text: str, stops: Sequence[str], old: int = 0) -> tuple[str, str | None]:
     """The text before any stop string, and the rest, which may be the beginning of a stop string; the rest is None once
-    a stop string was found."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    a stop string was found.
+
+    Args:
+        text: What was not sent yet.
+        stops: The stop strings, sorted.
+        old: The number of its first characters in which no stop string may end.
+    """
+    found = [at for stop in stops if (at := text.find(stop, max(0, old + 1 - len(stop)))) >= 0]
     if found:
         return text[: min(found)], None
     held = may_begin(text, stops)
@@ -191,8 +197,9 @@ class Text:
         transformers."""
         self._length += len(new)
         shown = [*self._shown, *[True] * len(new), *[False] * len(unsaid)]
-        stops = self.stops if self.tokens >= self.min_tokens else ()
-        text, held = before_stop(self._held + new + unsaid, stops)
+        whole = self._held + new + unsaid
+        old = len(whole if self.tokens < self.min_tokens else self._held)
+        text, held = before_stop(whole, self.stops, old)
         new = "".join(compress(text, shown))
         self._held, self._shown = held or "", shown[len(text) :]
         if held is None:
