@@ -121,6 +121,26 @@ def test_every_token_of_the_text_has_a_log_probability(served, monkeypatch, thou
     assert sum(map(len, streamed)) == len(tokens)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_token_ids_trips_and_reasoning_as_chats_have_them(served, monkeypatch, stream):
+    """They were ignored without a word."""
+    monkeypatch.setattr(served.service, "thoughts", ("<think>", "</think>"))
+    said = "<think>Hm.</think>Six"
+    asked = {"return_token_ids": True, "return_trips": True, "include_reasoning": False}
+    with scripted(served.service, said):
+        heard = events(served, extra_body=asked) if stream else [ask(served, extra_body=asked)]
+    with scripted(served.service, said):
+        chat = served.chat("How deep?", max_tokens=60, extra_body=asked)
+    found = heard[-1].response if stream else heard[0]
+    assert found.token_ids == chat.choices[0].token_ids == [*served.service.tokenizer.encode(said), 0]
+    assert found.prompt_token_ids == chat.prompt_token_ids and found.trips == chat.choices[0].trips
+    assert [item.type for item in found.output] == ["message"] and found.output_text == "Six"
+    assert not [event for event in heard if "reasoning" in getattr(event, "type", "")]
+    assert found.usage.output_tokens_details.reasoning_tokens > 0
+    plain = ask(served, max_output_tokens=2).to_dict()
+    assert not {"token_ids", "prompt_token_ids", "trips"} & plain.keys()
+
+
 def test_a_tool_among_those_that_are_allowed(served):
     other = {**TOOL, "name": "other"}
     allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "other"}]}

@@ -35,12 +35,24 @@ class Response:
         job: The job that generates it.
         text: Its text.
         asked: The request's fields that the answer repeats.
+        ids: Whether to include the token ids of the prompt and of the answer.
+        trips: Whether to include the loop iterations of each token.
+        reasoning: Whether to include thoughts.
     """
 
     def __init__(
-        self, model: str, tokenizer: PreTrainedTokenizerBase, job: Job, text: Text, asked: Mapping[str, object]
+        self,
+        model: str,
+        tokenizer: PreTrainedTokenizerBase,
+        job: Job,
+        text: Text,
+        asked: Mapping[str, object],
+        ids: bool = False,
+        trips: bool = False,
+        reasoning: bool = True,
     ) -> None:
         self.tokenizer, self.job, self.text = tokenizer, job, text
+        self.ids, self.trips, self.reasoning = ids, trips, reasoning
         self.head: Event = {"id": f"resp_{uuid.uuid4().hex}", "object": "response", "created_at": time.time()}
         self.head |= {"model": model, **asked, "store": False, "previous_response_id": None, "service_tier": "default"}
         self.output: list[Event] = []
@@ -81,9 +93,16 @@ class Response:
 
     def _whole(self, status: str) -> Event:
         short = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        usage = self._usage() if status in ("completed", "incomplete") else None
+        over = status in ("completed", "incomplete")
+        usage = self._usage() if over else None
         made = {"status": status, "error": None, "incomplete_details": short, "output": self.output, "usage": usage}
-        return {**self.head, **made}
+        return {**self.head, **made, **(self._tokens() if over else {})}
+
+    def _tokens(self) -> Event:
+        """What the request asked for about single tokens, which `text` holds until the answer is complete."""
+        prompt, made = list(self.job.prompt), self.text.made
+        ids = {"prompt_token_ids": prompt, "token_ids": [one.token for one in made]} if self.ids else {}
+        return ids | ({"trips": [one.trips for one in made]} if self.trips else {})
 
     def _usage(self) -> Event:
         given = usage_of(len(self.job.prompt), [self.text], self.job.cached)
@@ -105,7 +124,7 @@ class Response:
         if (self._thinks or self._thinking) and not heard.content:  # of the reasoning, up to its closing mark
             self._scores = []
         self._thinks = self._thinking
-        thought, text.new_thought = text.new_thought, ""
+        thought, text.new_thought = text.new_thought if self.reasoning else "", ""
         if thought:
             if self._open is None:
                 yield from self._begin(_reasoning())

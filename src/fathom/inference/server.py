@@ -295,8 +295,7 @@ class Service:
         """The answer, complete or as a stream."""
         begun = await self._begin(body)
         talk, prompts = isinstance(body, ChatBody), begun.prompts
-        told = body.return_token_ids, body.return_trips, body.include_reasoning
-        envelope = Envelope(self.name, talk, self.tokenizer, prompts, *told)
+        envelope = Envelope(self.name, talk, self.tokenizer, prompts, *_shown(body))
         envelope.first = begun.jobs[:: body.n]
         parts, texts = self._parts(begun), begun.texts
         if body.stream:
@@ -312,7 +311,7 @@ class Service:
             begun = await self._begin(chat)
         except ApiError as error:
             raise error.renamed(NAMED) from error
-        made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], echoed)
+        made = responses.Response(self.name, self.tokenizer, begun.jobs[0], begun.texts[0], echoed, *_shown(chat))
         if body.stream:
             return self._streamed(begun, made.events(self._parts(begun), self._written))
         await made.heard(self._parts(begun))
@@ -384,6 +383,11 @@ class Service:
         """End the texts of a request whose deadline has passed."""
         message = f"the answer took longer than {self.deadline:g} seconds"
         begun.queue.put_nowait((0, RequestError(message, "deadline_exceeded")))
+
+
+def _shown(body: Asked) -> tuple[bool, bool, bool]:
+    """Whether an answer shows token ids, the loop iterations of each token, and reasoning."""
+    return body.return_token_ids, body.return_trips, body.include_reasoning
 
 
 def _check(rules: FieldRules) -> None:
