@@ -92,6 +92,13 @@ def test_a_call_and_its_result(served, stream):
         assert ask(served, input=history, **asked).output_text == "Three."
 
 
+def test_a_call_that_a_stop_string_cuts_is_incomplete(served):
+    """As a chat's `finish_reason` says: an agent would run a call whose arguments are no JSON."""
+    with scripted(served.service, CALL):
+        call = events(served, tools=[TOOL], extra_body={"stop": '"b"'})[-1].response.output[-1]
+    assert (call.type, call.arguments, call.status) == ("function_call", '{"a": 1, ', "incomplete")
+
+
 def test_the_clients_own_stream_and_parser(served):
     with served.client.responses.stream(model="tiny", input="x", text=FORMAT, max_output_tokens=60) as stream:
         final = [event.type for event in stream][-1]

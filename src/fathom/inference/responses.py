@@ -149,7 +149,8 @@ class Response:
         if last:
             if self._open is not None and self._open["type"] == "message":
                 self._open["content"][0]["logprobs"] += self._scores  # such as that of the end token
-            yield from self._end("incomplete" if text.finish == "length" else "completed")
+            cut = text.reader is not None and bool(text.reader.calls) and not text.reader.complete  # by a stop string
+            yield from self._end("incomplete" if text.finish == "length" or cut else "completed")
 
     def _begin(self, item: Event) -> Iterator[Event]:
         self._open = item
