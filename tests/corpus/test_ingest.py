@@ -390,8 +390,11 @@ def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
         ("<p>one <object data=x>no <object>no</object> <b>no</b></object>two</p></object> three", "one two\n\nthree"),
         ("<p>one</p><svg><title>no</title></svg><p>two</p>", "one\n\ntwo"),
         ("<body></pre><p>one  \n two</p><pre>a\nb</pre>", "one two\n\na\nb"),
+        ("<nav>one</nav><aside>two</aside>three<details><summary>4</summary>5", "one\n\ntwo\nthree\n\n4\n5"),
+        ("<select><option>one<option>two</select>", "one\ntwo"),
     ],
 )
 def test_elements_without_an_end_or_a_start(page: str, text: str) -> None:
-    """The end tag of a head may be left out; an object that has none is not the rest of the page."""
+    """The end tag of a head may be left out; an object that has none is not the rest of the page. The words of two
+    blocks are not joined."""
     assert all_text(page) == text

@@ -22,6 +22,8 @@ IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "t
 BLOCKS = {
     *("p", "div", "br", "li", "tr", "table", "section", "article", "blockquote", "pre", "hr", "ul", "ol", "dl", "dt"),
     *("dd", "header", "footer", "main", "figure", "figcaption", *(f"h{level}" for level in range(1, 7))),
+    *("address", "aside", "caption", "center", "details", "dialog", "dir", "fieldset", "form", "hgroup", "legend"),
+    *("menu", "nav", "optgroup", "option", "search", "summary"),
 }
 PARAGRAPHS = {"p", "section", "article", "blockquote", "table", "pre", *(f"h{level}" for level in range(1, 7))}
 CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)

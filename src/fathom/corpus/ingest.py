@@ -116,7 +116,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
-    version = 7
+    version = 8
 
     def settings(self) -> dict[str, object]:
         """The recipe values that this stage's results depend on."""
