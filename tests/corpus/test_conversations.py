@@ -147,6 +147,7 @@ def test_the_oldest_exchanges_go_first(chat_tokenizer: Path) -> None:
     tight, _, _ = encoder_of(chat_tokenizer, "chatml", most=len(whole.ids) - 1)
     found = tight.encode(TALK)
     assert found is not None and found.ids == short.ids and found.dropped == 1
+    assert whole.kept == TALK and found.kept == [TALK[0], *TALK[3:]]
     assert encoder_of(chat_tokenizer, "chatml", most=len(short.ids) - 1)[0].encode(TALK) is None
 
 
@@ -245,7 +246,8 @@ BLUE: ConversationMessage = {"role": "assistant", "content": "Blue."}
     ],
 )  # fmt: skip
 def test_pairs_of_preferences_in_every_layout(row: dict[str, Any], tmp_path: Path, tokenizer: str) -> None:
-    """From a row to TRL's export, with the same question, answers and mask; the chosen answer is a conversation."""
+    """From a row to TRL's export, with the same question, answers and mask; the chosen answer is a conversation. Its
+    bytes leave out the rejected answer, as its tokens do."""
     assert pair_of(row) == ([QUESTION, TWO], [BLUE])
     pairs = write_jsonl(tmp_path / "a.jsonl", [row, {"prompt": "x", "chosen": "same", "rejected": "same"}])
     values = recipe_values(
@@ -256,6 +258,7 @@ def test_pairs_of_preferences_in_every_layout(row: dict[str, Any], tmp_path: Pat
     assert lines(out / "exports" / "trl" / "a.jsonl") == [{"prompt": [QUESTION], "chosen": [TWO], "rejected": [BLUE]}]
     assert lines(out / "exports" / "axolotl" / "a.jsonl") == []
     assert "equal" in lines(out / "stages" / "ingest" / "failed.jsonl")[0]["detail"]
+    assert TokenDataset.open(out / "conversations").num_bytes == len("How deep?\n\nTwo fathoms.")
     assert (
         "not in exports/axolotl" in (out / "card.md").read_text() and (out / "conversations" / "index.json").is_file()
     )

@@ -140,6 +140,6 @@ def _text(value: object, name: str) -> str:
     return value
 
 
-def contents(messages: Sequence[ConversationMessage]) -> str:
+def contents(messages: Sequence[Mapping[str, object]]) -> str:
     """The contents of all messages, as one text."""
     return "\n\n".join(str(message["content"]) for message in messages)

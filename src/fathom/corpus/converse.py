@@ -17,13 +17,14 @@ import numpy as np
 
 from fathom.checkpoints.file_names import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
+from fathom.corpus.conversations import contents
 from fathom.corpus.counts import REASONS
 from fathom.corpus.documents import Document, write_lines
 from fathom.corpus.extraction import PAIR
 from fathom.corpus.kept import kept_documents, kept_parts, parts_of
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import Stage, Task
-from fathom.corpus.templates import ConversationEncoder
+from fathom.corpus.templates import ConversationEncoder, EncodedConversation
 from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
 from fathom.data.shards import ShardWriter, choose_split, shard_files, token_dtype
 from fathom.data.targets import write_targets
@@ -51,6 +52,7 @@ class Converse(Stage):
     rejects."""
 
     name = "converse"
+    version = 2
     uses = ("tokenize.held_out", "converse")
 
     def tasks(self) -> list[Task]:
@@ -85,9 +87,9 @@ class Converse(Stage):
                 counts[found] += 1
                 rejected.append({"id": document.id, "path": document.path, "reason": found})
                 continue
-            ids, trained, dropped = found
+            ids, trained, dropped, kept = found
             split = choose_split(document.text, self.recipe.tokenize.held_out)
-            sizes = np.array([len(ids)], np.int64), np.array([len(document.text.encode("utf-8"))], np.int64)
+            sizes = np.array([len(ids)], np.int64), np.array([len(contents(kept).encode("utf-8"))], np.int64)
             writers[split].append(np.array(ids, dtype), *sizes)
             bits[split].append(np.array(trained, np.bool_))
             licenses[document.license] = licenses.get(document.license, 0) + 1
@@ -122,9 +124,8 @@ class Converse(Stage):
         return encoder
 
     @staticmethod
-    def _encoded(encoder: ConversationEncoder, document: Document) -> tuple[list[int], list[bool], int] | str:
-        """Token ids, loss mask and number of dropped exchanges of a conversation; or the reason why it cannot be
-        encoded."""
+    def _encoded(encoder: ConversationEncoder, document: Document) -> EncodedConversation | str:
+        """A conversation as tokens, or the reason why it cannot be encoded."""
         try:
             found = encoder.encode(document.messages or [])
         except DataError:

@@ -40,6 +40,8 @@ class EncodedConversation(NamedTuple):
     trained: list[bool]
     dropped: int
     """Number of oldest exchanges that were dropped."""
+    kept: list[ChatMessage]
+    """The messages that the tokens stand for."""
 
 
 def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
@@ -148,9 +150,10 @@ class ConversationEncoder:
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):
-            ids, trained = self._encode([*messages[:head], *messages[start:]])
+            kept = [*messages[:head], *messages[start:]]
+            ids, trained = self._encode(kept)
             if len(ids) <= self._most:
-                return EncodedConversation(ids, trained, dropped)
+                return EncodedConversation(ids, trained, dropped, kept)
         return None
 
     def _encode(self, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
