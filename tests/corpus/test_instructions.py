@@ -57,6 +57,8 @@ def test_values_in_words() -> None:
         (["a", None], "a"),
         (float("nan"), ""),
         ({"x": 1}, ""),
+        ("NA", ""),
+        ("Na", "Na"),
     ]
     assert [said(value) for value, _ in cases] == [text for _, text in cases]
 

@@ -21,7 +21,7 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
 )
 """Questions and their answers; a recipe may name others."""
 NOTHING = ("", "-", "–", "na", "n/a", "none", "null", "nan", "unknown")
-"""Values that mean that a cell is empty."""
+"""Values that mean that a cell is empty, in any case; `Na` is sodium."""
 
 
 def pairs_of(
@@ -61,7 +61,7 @@ def said(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     text = " ".join(str(value).split())
-    return "" if text.lower() in NOTHING else text
+    return "" if text.lower() in NOTHING and text != "Na" else text
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
