@@ -152,6 +152,10 @@ def test_an_address_in_emphasis_and_a_short_one() -> None:
     assert masked("mail _ann@lake.org_ from 2600::1.", KINDS)[0] == "mail <EMAIL>_ from <IP>."
 
 
+def test_domains_that_files_end_in_too() -> None:
+    assert masked("ann@lake.edu.py, ann@lake.md or ann@lake.so", KINDS)[0] == "<EMAIL>, <EMAIL> or <EMAIL>"
+
+
 @pytest.mark.slow
 def test_masks_are_counted_in_the_card(tmp_path: Path, tokenizer: str) -> None:
     """Without the option every document is what it was; conversations are masked, too."""

@@ -52,7 +52,7 @@ class Clean(Stage):
     """One task for each file of documents; dropped documents are listed in a file next to the kept ones."""
 
     name = "clean"
-    version = 7
+    version = 8
     uses = ("normalize",)
 
     def tasks(self) -> list[Task]:

@@ -22,8 +22,8 @@ AT, DOT = r"(?:\s*[\[({]\s*(?:at|@)\s*[\])}]\s*)", r"(?:\s*[\[({]\s*(?:dot|\.)\s
 EMAIL = re.compile(
     rf"(?<![\w.%+@\\/-])[\w%+-]+(?:\.[\w%+-]+)*(?:@|{AT})(?:[^\W_](?:[\w-]*[^\W_])?(?:\.|{DOT}))+[^\W\d_]{{2,24}}(?![^\W_]|@)"
 )
-FILES = ("png", "jpg", "jpeg", "gif", "svg", "webp", "ico", "js", "ts", "css", "json", "html", "py", "md", "txt", "so")
-"""What names of files end in; no address does."""
+FILES = ("png", "jpg", "jpeg", "gif", "svg", "webp", "ico", "js", "ts", "css", "json", "html", "txt")
+"""What names of files end in; no address does, unlike .py, .md and .so, which are domains of countries."""
 SHELL_USERS = ("git", "svn", "hg")
 """Who is not a person: `git@host:path` is a repository."""
 OCTET = r"(?:25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
