@@ -417,6 +417,8 @@ def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path, tokenizer: str) -
     write(tmp_path / "in" / "caf\udce9.txt", "café")
     prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
     assert list(documents(tmp_path / "out", "train")) == ["café"]
+    with pytest.raises(DataError, match=r"caf\\udce9': its name is not UTF-8"):  # no tokenizer can be saved there
+        prepare([str(tmp_path / "in")], tmp_path / "caf\udce9", tokenizer, held_out=0)
 
 
 def test_files_of_a_downloaded_data_set_are_counted_and_named(

@@ -273,7 +273,11 @@ def owned(directory: Path, is_ours: Callable[[Path], bool], made: str) -> Iterat
 
 
 def require_ours(directory: Path, is_ours: Callable[[Path], bool]) -> None:
-    """Refuse an existing directory that may not be overwritten."""
+    """Refuse an existing directory that may not be overwritten, and a name in which no tokenizer can be saved."""
+    try:
+        str(directory).encode("utf-8")
+    except UnicodeEncodeError:
+        raise DataError(f"{str(directory)!a}: its name is not UTF-8: choose another directory with `out`") from None
     if directory.exists() and not directory.is_dir():
         raise DataError(f"{directory} is not a directory")
     try:
