@@ -445,6 +445,8 @@ EVALUATE = [
     ("model --perplexity other.jsonl", "other.jsonl"),
     ("model --perplexity corpus_index", "corpus_index"),
     ("model --perplexity corpus/out --split test", "test"),
+    ("model --perplexity corpus/out --text-field body", "--text-field body: all inputs are prepared corpora"),
+    ("model --perplexity good.jsonl --split test", "--split test: no input is a prepared corpus"),
     ("model --perplexity corpus_wordless", "corpus_wordless"),
     ("model --perplexity a=good.txt a=good.jsonl --text-field body", "good.jsonl"),
     ("model --perplexity packed.txt", "packed.txt contains xz data"),

@@ -48,6 +48,8 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 """Tokens of a batch, by device."""
 SORTED_AT_ONCE = 512
 """Windows that are sorted by length before they are put into batches."""
+SPLIT = "val"
+"""The split of a corpus that is scored by default."""
 WHOLE = "A text file is one document; `fathom prepare` divides one, and its directory is an input"
 """Advice for too few documents."""
 
@@ -181,7 +183,7 @@ class DomainScore:
 
 
 def read_domains(
-    inputs: Sequence[str], reading: Reading | None = None, split: str = "val", limit: int | None = None
+    inputs: Sequence[str], reading: Reading | None = None, split: str = SPLIT, limit: int | None = None
 ) -> list[Domain]:
     """Everything to score, by domain. Inputs with the same name form one domain, and `reading.domain_field` divides an
     input.
@@ -211,6 +213,7 @@ def read_domains(
             documents = _shard_documents(corpus.select(label), limit)
             domains.append(Domain(f"{name}/{label}" if name else label, documents, file))
     _require_one_each([*given, *stems])  # inputs with the same name form one domain
+    _require_used(reading, split, len(texts), len(inputs))
     found: dict[str, list[Passage]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
         for document in source.documents(reading):
@@ -223,6 +226,16 @@ def read_domains(
         raise SettingsError(f"{', '.join(inputs)}: no documents to score")
     _require_one_each([domain.name for domain in domains])
     return domains
+
+
+def _require_used(reading: Reading, split: str, texts: int, inputs: int) -> None:
+    """Refuse names of fields if all inputs are corpora, and a split if none is."""
+    plain = Reading()
+    for key in ("text_field", "domain_field") if not texts else ():
+        if (given := getattr(reading, key)) != getattr(plain, key):
+            raise SettingsError(f"{key}={given}: all inputs are prepared corpora, which have no fields")
+    if texts == inputs and split != SPLIT:
+        raise SettingsError(f"split={split}: no input is a prepared corpus, and others have no splits")
 
 
 def _require_one_each(names: Sequence[str]) -> None:

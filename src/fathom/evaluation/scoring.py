@@ -77,7 +77,7 @@ class EvaluationSettings(Opening):
     perplexity: Sequence[str] = ()
     """`[NAME=]INPUT`: text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora."""
     split: str = "val"
-    """The domains of prepared corpora to score."""
+    """The split of prepared corpora to score."""
     text_field: str = "text"
     """The text field of JSONL and Parquet files."""
     domain_field: str | None = None
