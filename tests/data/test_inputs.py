@@ -312,3 +312,20 @@ def test_a_number_of_a_list_may_go_on_in_the_next_piece(tmp_path: Path, monkeypa
     for size in range(1, 16):
         monkeypatch.setattr(sources, "LIST_CHARACTERS", size)
         assert list(sources.list_items(tmp_path / "a.json")) == [12, 1500.0, 1500.0, -0.25], size
+
+
+def test_a_fault_in_a_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of the file, here damaged too, is not read; a list that only goes on in the next piece has no fault."""
+    good = [{"a\u20ac\\": [True, None, float("inf"), -1.5e3, "\ud83d\ude00\n"], "b": {}}] * 2
+    for size in range(1, 40):
+        monkeypatch.setattr(sources, "LIST_CHARACTERS", size)
+        for text in (json.dumps(good), json.dumps(good, indent=3, ensure_ascii=False).replace("\ud83d\ude00", "x")):
+            (tmp_path / "a.json").write_text(text, encoding="utf-8")
+            assert json.dumps(list(sources.list_items(tmp_path / "a.json"))) == json.dumps(json.loads(text)), size
+    rest = ", ".join(str(number**5) for number in range(40_000))
+    for fault in ("oops", '{"a" 1}', '"\\q"', "1" * 5000):
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress(f'["ok", {fault}, {rest}]'.encode())[:-9])
+        items = sources.list_items(tmp_path / "a.json.gz")
+        assert next(items) == "ok"
+        with pytest.raises(DataError, match="bad JSON list"):
+            next(items)

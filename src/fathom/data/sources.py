@@ -73,6 +73,8 @@ COMPRESSED_BYTES = 1 << 12
 XZ_MEMORY = 1 << 28
 PARQUET_BYTES = 1 << 23
 LIST_CHARACTERS = 1 << 20
+LONGEST_TOKEN = 16
+"""More than the characters of any token of JSON that is no string or number, such as -Infinity or an escape."""
 BETWEEN = re.compile(r"[\s,]*")
 """What stands between two items of a JSON list."""
 
@@ -366,6 +368,8 @@ def list_items(file: Path) -> Iterator[object]:
                 value, end = decode(buffer, at)
             except (ValueError, RecursionError) as error:
                 value, end, problem = None, len(buffer), first_line(error)
+                if not _may_be_cut(error, buffer) or len(buffer) - at > MAX_TEXT_BYTES:
+                    raise DataError(f"{file}: bad JSON list: {problem}") from None
             else:
                 problem = "it does not end"
             if end == len(buffer) or buffer[end] in ".eE":  # an item that may go on, a number such as 1.5e3 among them
@@ -377,6 +381,13 @@ def list_items(file: Path) -> Iterator[object]:
             at = end
         if buffer[at + 1 :].strip() or text.read().strip():
             raise DataError(f"{file}: bad JSON list: text after its end")
+
+
+def _may_be_cut(error: Exception, buffer: str) -> bool:
+    """Whether a text may be JSON that goes on behind the end of the buffer, and no fault stands before it."""
+    if not isinstance(error, json.JSONDecodeError):
+        return False
+    return error.msg.startswith("Unterminated string") or error.pos > len(buffer) - LONGEST_TOKEN
 
 
 def _item(buffer: str, at: int) -> int:
