@@ -373,6 +373,16 @@ def test_a_label_means_what_it_means_on_the_web(label: str, encoding: str, text:
     assert decode(page.encode(encoding)) == page
 
 
+def test_files_of_one_name_have_labels_of_their_own(tmp_path: Path) -> None:
+    """An audit counts documents by their labels."""
+    for name in ("one/data/a.txt", "one/data/b.txt", "two/data/a.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    folders = str(tmp_path / "one" / "data"), str(tmp_path / "two" / "data")
+    labels = [label for label, *_ in collection_files("a", Collection(inputs=folders))]
+    assert labels == ["one/data/a.txt", "data/b.txt", "two/data/a.txt"]
+
+
 def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
     assert all(codecs.lookup(one) for one in ENCODINGS.values())
     assert decode(b"<meta charset=iso-8859-1><p>\x81\x92") == "<meta charset=iso-8859-1><p>\x81’"

@@ -31,7 +31,7 @@ class Document:
 
     text: str
     path: str
-    """Its source: the file relative to the recipe's input, and the position in the file."""
+    """Its source: the file relative to the recipe's input, or to a folder above it, and the position in the file."""
     collection: str = ""
     mime: str = "text/plain"
     license: str = "unknown"

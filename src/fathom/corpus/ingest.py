@@ -13,6 +13,7 @@ import hashlib
 import importlib.util
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -241,8 +242,30 @@ def _require_unchanged(label: str, file: Input) -> None:
 
 def collection_files(
     name: str, collection: Collection, out: Path | None = None
+) -> list[tuple[str, Path | RemoteFile, str]]:
+    """(label, path, kind) of each file of a collection, in a fixed order.
+
+    A label is the path from the input on, with as many more folders in front as tell two files apart.
+    """
+    files = list(_collection_files(name, collection, out))
+    labels: dict[tuple[str, ...], str] = {}
+    for label, path, _ in files:
+        labels.setdefault(_parts(path), label)
+    while len(set(labels.values())) < len(labels):
+        often = Counter(labels.values())
+        for parts, label in labels.items():
+            if often[label] > 1:
+                labels[parts] = "/".join(parts[-label.count("/") - 2 :])
+    return [(labels[_parts(path)], path, kind) for _, path, kind in files]
+
+
+def _parts(path: Path | RemoteFile) -> tuple[str, ...]:
+    return path.path.parts if isinstance(path, RemoteFile) else path.absolute().parts
+
+
+def _collection_files(
+    name: str, collection: Collection, out: Path | None
 ) -> Iterator[tuple[str, Path | RemoteFile, str]]:
-    """(label, path, kind) of each file of a collection, in a fixed order."""
     words = f"known are {' '.join([*record_suffixes(), *PDF, *HTML, '.tei.xml', *EPUB, *JATS, *WARC, *TEXT[:4]])} ..."
     for text in collection.inputs:
         if is_url(text):

@@ -266,7 +266,7 @@ def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     Tokenizer(workspace).check()
     inputs: dict[str, InputFiles] = {}
     for name, collection in recipe.collections.items():
-        files = list(collection_files(name, collection, directory))
+        files = collection_files(name, collection, directory)
         inputs[name] = InputFiles(len(files), sum(size_of(path) for _, path, _ in files))
     stages: dict[str, StagePreview] = {}
     known = True
