@@ -314,6 +314,13 @@ def test_a_number_of_a_list_may_go_on_in_the_next_piece(tmp_path: Path, monkeypa
         assert list(sources.list_items(tmp_path / "a.json")) == [12, 1500.0, 1500.0, -0.25], size
 
 
+def test_zeros_between_and_after_the_streams_of_an_xz_file(tmp_path: Path) -> None:
+    streams = [lzma.compress(text) for text in (b"one ", b"two")]
+    (tmp_path / "a.txt.xz").write_bytes(streams[0] + bytes(8192) + streams[1] + bytes(4))
+    (source,) = find_sources([str(tmp_path / "a.txt.xz")], Reading())
+    assert [found and found.text for found in source.documents(Reading())] == ["one two"]
+
+
 def test_a_fault_in_a_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the file, here damaged too, is not read; a list that only goes on in the next piece has no fault."""
     good = [{"a\u20ac\\": [True, None, float("inf"), -1.5e3, "\ud83d\ude00\n"], "b": {}}] * 2

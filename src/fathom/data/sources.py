@@ -604,6 +604,7 @@ class _Frames(io.RawIOBase):
     def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
         self._raw, self._decompressor = raw, decompressor
         self._frame: Any = None
+        self._frames = 0
         self._compressed = b""
         self._ready = memoryview(b"")
 
@@ -617,10 +618,15 @@ class _Frames(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("Compressed file ended before the end-of-stream marker was reached")
                 return 0
+            if self._frame is None and self._frames:  # xz allows zeros between and after its streams
+                self._compressed = self._compressed.lstrip(b"\0")
+                if not self._compressed:
+                    continue
             self._frame = self._frame or self._decompressor()
             self._ready, self._compressed = memoryview(self._frame.decompress(self._compressed)), b""
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data, None
+                self._frames += 1
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         return count
