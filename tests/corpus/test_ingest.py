@@ -386,6 +386,7 @@ def test_files_of_one_name_have_labels_of_their_own(tmp_path: Path) -> None:
 def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
     assert all(codecs.lookup(one) for one in ENCODINGS.values())
     assert decode(b"<meta charset=iso-8859-1><p>\x81\x92") == "<meta charset=iso-8859-1><p>\x81’"
+    assert decode(b"<?xml version='1.0' encoding='ISO-8859-1'?><p>\xe9").endswith("<p>é")
 
 
 @pytest.mark.parametrize(

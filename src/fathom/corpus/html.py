@@ -27,6 +27,7 @@ BLOCKS = {
 }
 PARAGRAPHS = {"p", "section", "article", "blockquote", "table", "pre", *(f"h{level}" for level in range(1, 7))}
 CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
+XML = re.compile(rb"""\s*<\?xml\b[^>]{0,200}?\bencoding\s*=\s*["']([\w-]+)""")
 BOMS = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),  # the first begins as UTF-16's does
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
@@ -76,11 +77,12 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def decode(data: bytes) -> str:
-    """Decode a page by its byte-order mark, its declared encoding, or as UTF-8."""
+    """Decode a page by its byte-order mark, its declared encoding (in a `meta` element or XML's declaration), or as
+    UTF-8."""
     for mark, encoding in BOMS:
         if data.startswith(mark):
             return data.decode(encoding)
-    named = CHARSET.search(data[:4096])
+    named = CHARSET.search(data[:4096]) or XML.match(data[:4096])
     return decode_as(data, named[1].decode("ascii").lower() if named else "utf-8")
 
 
