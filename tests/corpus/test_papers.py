@@ -54,6 +54,8 @@ def test_the_pairs_of_rows() -> None:
     """The text of a row may begin with its title; a statement is false with the abstract of the row before."""
     first = paper_of({"title": "Depths of old rivers", "text": f"Depths of old rivers\n\n{ABSTRACT}"})
     assert first == Paper("Depths of old rivers", ABSTRACT)
+    same = {"title": "Depths of old rivers", "abstract": "Depths of old rivers vary with the rain."}
+    assert paper_of(same).abstract == same["abstract"]
     made = dict(exchanges(first, None))
     assert made.keys() == {"title", "abstract"}
     assert ABSTRACT in made["title"][0]["content"] and made["title"][1]["content"] == first.title

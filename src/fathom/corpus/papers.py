@@ -100,6 +100,8 @@ LETTERS = re.compile(r"(?:(?<!\S)[^\W\d_aAI](?!\S).*){4}")
 """A formula that came apart."""
 CUT_LIST = re.compile(r"\b[\w.]+: [^:;]+; [\w.]+$")
 """A list of abbreviations whose last one is not explained."""
+GOES_ON = (*"([,;'’",)
+"""Behind a title's words they show, as small letters do, that these only begin the abstract's first sentence."""
 NUMBERED = re.compile(r"\(\d+\)")
 """How equations and items are numbered, and rarely works."""
 LEAST = {"title": 3, "abstract": 30, "caption": 5, "sentence": 8}
@@ -131,13 +133,16 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
-    """The paper in a row with a title and an abstract; if the abstract begins with the title, the title is removed from
-    it."""
+    """The paper in a row with a title and an abstract; a title that stands before the abstract is removed from it."""
     title, abstract = (" ".join(str(row.get(key) or "").split()) for key in ("title", "abstract"))
     abstract = abstract or " ".join(str(row.get(text_field) or "").split())
     if not title or not abstract:
         raise DataError(f"no title and abstract: the record has {', '.join(map(str, row)) or 'nothing'}")
-    return Paper(title, abstract.removeprefix(title).strip())
+    if abstract.startswith(title):
+        rest = abstract[len(title) :].lstrip(".:–—- ")
+        if not rest[:1].islower() and not rest.startswith(GOES_ON):
+            abstract = rest
+    return Paper(title, abstract)
 
 
 def exchanges(
