@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
-from fathom.experiments.run_page import Extras, _overview, read_run, run_page
+from fathom.experiments.run_page import Extras, _cost, _overview, read_run, run_page
 from fathom.recipe import load_recipe
 from fathom.report import html
 from fathom.report.plots import Line
@@ -126,6 +126,17 @@ def test_a_distilled_run_shows_the_loss_of_the_next_token(runs: Path) -> None:
     pages = [run_page(one, Extras()) for one in (run, replace(run, metrics=[*mixed, *held]))]
     one, other = (page.partition("Where this page comes from")[0] for page in pages)
     assert one == other
+
+
+def test_the_cost_of_a_finished_distilled_run_has_the_teachers(runs: Path, tmp_path: Path) -> None:
+    """If the teacher is gone, the page says that its FLOPs are left out."""
+    plain, run = read_run(runs / "a"), shutil.copytree(runs / "a", tmp_path / "run")
+    for teacher, left_out in ((runs / "b" / "model", False), (tmp_path / "gone", True)):
+        recipe = plain.recipe.override(f"distill.teacher={teacher}")
+        (run / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+        found = read_run(run)
+        assert (found.cost.training_flops == plain.cost.training_flops) is left_out
+        assert ("without the teacher" in _cost(found)["FLOPs of the training"]) is left_out
 
 
 def test_a_run_whose_hooks_log_numbers_has_a_page(runs: Path) -> None:

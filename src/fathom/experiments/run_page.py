@@ -12,7 +12,8 @@ from pathlib import Path
 
 from fathom.checkpoints.file_names import METRICS, RECIPE, RESULT, WEIGHT_HASHES
 from fathom.checkpoints.find import finished_model
-from fathom.errors import SettingsError
+from fathom.checkpoints.runs import config_of
+from fathom.errors import FathomError, SettingsError
 from fathom.recipe import Distill, Recipe, differences, load_recipe, values_of
 from fathom.report import html
 from fathom.report.files import write_atomically
@@ -21,6 +22,7 @@ from fathom.report.plots import Line
 from fathom.report.provenance import provenance
 from fathom.report.tables import PlainTable
 from fathom.training import read_history, read_metrics
+from fathom.training.distill import teacher_of
 from fathom.training.estimate import Estimate, estimate
 from fathom.training.probe import Probe, figures, is_probe, read_probe
 from fathom.training.results import CROSS_ENTROPY, RunResult
@@ -117,15 +119,24 @@ def read_run(directory: Path) -> RunFacts:
 
 
 def _here(directory: Path, recipe: Recipe) -> Recipe:
-    """The recipe of a run; if the run has a finished model, without the teacher, and with this model in place of its
-    `from_pretrained` source, which may be gone but has the same shape."""
+    """The recipe of a run; if the run has a finished model, without a teacher that is gone, and with this model in
+    place of its `from_pretrained` source, which may be gone but has the same shape."""
     source, model = recipe.model.get("from_pretrained"), finished_model(directory)
     if model is None:
         return recipe
-    recipe = replace(recipe, distill=Distill())  # its memory is no part of the page
+    if not _has_teacher(recipe):
+        recipe = replace(recipe, distill=Distill())
     if source is None:
         return recipe
     return replace(recipe, model={**recipe.model, "from_pretrained": str(model)})
+
+
+def _has_teacher(recipe: Recipe) -> bool:
+    """Whether the recipe's teacher, if it names one, can still be found."""
+    try:
+        return teacher_of(recipe) is None or bool(config_of({"from_pretrained": recipe.distill.teacher}))
+    except (FathomError, OSError):
+        return False
 
 
 def difference(run: RunFacts, other: RunFacts) -> list[str]:
@@ -292,10 +303,11 @@ def _lens(extras: Extras) -> str:
 
 def _cost(run: RunFacts) -> dict[str, str]:
     cost, result, context = run.cost, run.result, run.recipe.data.sequence_length
+    without = "" if _has_teacher(run.recipe) else ", without the teacher's, which is gone"
     found = {
         "parameters": f"{cost.parameters:,}",
         "FLOPs per token, forward": f"{short(cost.flops_per_token)}, mean over a context of {context:,} tokens",
-        "FLOPs of the training": short(cost.training_flops),
+        "FLOPs of the training": f"{short(cost.training_flops)}{without}",
         "bytes of cache per token": f"{cost.cache_bytes_per_token:,} in bfloat16",
     }
     if result is not None:
