@@ -20,6 +20,7 @@ from fathom.training import Evaluation, Hook, train
 from fathom.training.build import StepMetrics, Training
 from fathom.training.hooks import Hooks
 from fathom.training.loop import Run
+from fathom.training.tracking import read_metrics
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -115,6 +116,20 @@ def test_every_point_in_order(corpus: Path, tmp_path: Path) -> None:
     again = Recorder()
     train(recipe, tmp_path / "with", callbacks=[again])
     assert again.calls == [], "a finished run is not trained again"
+
+
+class Counter(Hook):
+    """Logs a number of its own after every step."""
+
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+        run.log({"count": run.step})
+
+
+def test_numbers_of_a_hook_wait_for_those_of_earlier_steps(recipe: Recipe, tmp_path: Path) -> None:
+    """wandb ignores a step that comes after a later one."""
+    train(recipe.override("train.steps=4", "train.log_every=3", "evaluate.every=0"), tmp_path, callbacks=[Counter()])
+    found = [(line["step"], "loss" in line) for line in read_metrics(tmp_path) if "loss" in line or "count" in line]
+    assert found == [(step, own) for step in (1, 2, 3, 4) for own in (True, False)]
 
 
 @pytest.mark.quick("stop")

@@ -7,6 +7,7 @@ exception again, and `loop.py` does not catch it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -138,6 +139,8 @@ class Hooks:
     def __init__(self, given: Sequence[Hook], first: bool) -> None:
         self._named: dict[str, Hook] = {}
         """Hooks by class name; the second of a class is `NAME-2`."""
+        self._waiting: list[tuple[int, Mapping[str, float]]] = []
+        """Numbers to log once those of earlier steps are read, with their steps."""
         counts: dict[str, int] = {}
         for hook in given:
             name = type(hook).__name__
@@ -147,6 +150,23 @@ class Hooks:
 
     def __iter__(self) -> Iterator[Hook]:
         return iter(self._named.values())
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Pass numbers to every hook, after those of earlier steps that wait."""
+        self.log_waiting(before=step)
+        for hook in self:
+            hook.log(step, values)
+
+    def log_later(self, step: int, values: Mapping[str, float]) -> None:
+        """Let numbers wait for those of earlier steps."""
+        self._waiting.append((step, dict(values)))
+
+    def log_waiting(self, before: float = math.inf) -> None:
+        """Pass on the numbers that wait, of steps before a given one."""
+        while self._waiting and self._waiting[0][0] < before:
+            step, values = self._waiting.pop(0)
+            for hook in self:
+                hook.log(step, values)
 
     @contextmanager
     def around(self, run: ObservedRun, states: Mapping[str, dict[str, object]]) -> Iterator[None]:

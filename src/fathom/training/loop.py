@@ -257,9 +257,14 @@ class Run:
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Pass numbers that are known after this step to the display, the trackers and every other hook."""
-        for hook in self.hooks:
-            hook.log(self.step, values)
+        """Pass numbers that are known after this step to the display, the trackers and every other hook.
+
+        They wait for the numbers of earlier steps, because wandb ignores a step that comes late.
+        """
+        if self.meter.unread:
+            self.hooks.log_later(self.step, values)
+        else:
+            self.hooks.log(self.step, values)
 
     def say(self, text: str) -> None:
         """Show a message."""
@@ -275,10 +280,10 @@ class Run:
         skipped."""
         for line in self.meter.read():
             step = int(line.pop("step"))
-            for hook in self.hooks:
-                hook.log(step, line)
+            self.hooks.log(step, line)
             if line["skipped"]:
                 self.say(f"step {step} skipped: loss {line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}")
+        self.hooks.log_waiting()
         if self.meter.refused_in_a_row >= self.recipe.train.max_skipped:
             self._settle_save()
             kept = self.checkpoints.steps()

@@ -43,6 +43,11 @@ class Meter:
         """Begin to count the time: what came before was no step."""
         self._since = time.perf_counter()
 
+    @property
+    def unread(self) -> bool:
+        """Whether there are steps whose metrics were not read yet."""
+        return bool(self._steps)
+
     def add(self, metrics: StepMetrics) -> None:
         """Add the metrics of a step without reading them from the device."""
         self._steps.append(metrics)
