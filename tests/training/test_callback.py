@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.training.callback import FollowSteps
@@ -16,14 +16,17 @@ from tests.models.cases import SHAPE, tokens
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it")
 
 
+def blending() -> FathomConfig:
+    return FathomConfig(**SHAPE, mixer="depth_attention", mixer_options={"blend_steps": 4})
+
+
 def trainer(folder: Path, callbacks: list[FollowSteps], **further: Any) -> Trainer:
     torch.manual_seed(0)
-    config = FathomConfig(**SHAPE, mixer="depth_attention", mixer_options={"blend_steps": 4})
     rows = [{"input_ids": ids, "labels": ids} for ids in tokens(8, 6)]
     settings = TrainingArguments(
         str(folder), max_steps=3, per_device_train_batch_size=2, report_to="none", use_cpu=True, **further
     )
-    return Trainer(FathomForCausalLM(config), settings, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
+    return Trainer(FathomForCausalLM(blending()), settings, train_dataset=rows, eval_dataset=rows, callbacks=callbacks)
 
 
 def test_the_callback_opens_a_mechanism(tmp_path: Path) -> None:
@@ -44,6 +47,13 @@ def test_the_best_checkpoint_has_its_own_step(tmp_path: Path) -> None:
     assert running.model.settled_config().mixer_options["blend"] == 0.5
     best = FathomConfig.from_pretrained(tmp_path / "checkpoint-2")
     assert best.mixer_options["blend"] == 0.5
+
+
+def test_a_resumed_training_has_the_step_of_its_checkpoint() -> None:
+    """Before its next step, as `eval_on_start` needs it, and if there is none."""
+    model, arguments = FathomForCausalLM(blending()), cast("TrainingArguments", None)
+    FollowSteps().on_train_begin(arguments, TrainerState(global_step=3, max_steps=3), TrainerControl(), model=model)
+    assert model.settled_config().mixer_options["blend"] == 0.75
 
 
 def test_without_it_training_stops(tmp_path: Path) -> None:

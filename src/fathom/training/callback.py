@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 class FollowSteps(TrainerCallback):
     """Tells every mechanism of a Fathom model how far training has come: `Trainer(..., callbacks=[FollowSteps()])`."""
 
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
+    ) -> None:
+        """Before an evaluation at the start, and in a resumed training that has no further step."""
+        _tell(model, state.global_step, state)
+
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
