@@ -128,9 +128,8 @@ class FathomConfig(DecoderConfig):
         attention["o_proj"] = "rowwise_split_input" if full else "rowwise"
         if not full and LOCAL in ALL_PARALLEL_STYLES:
             options = mechanism("mixer", self.mixer).options
-            for gates in options.of(self).head_gates if issubclass(options, MixerOptions) else ():
-                split = dict.fromkeys((f"mixer.{gates}.gain", f"mixer.{gates}.mix"), "colwise")
-                attention |= {f"mixer.{gates}": LOCAL, **split}
+            for gate in options.of(self).head_gates if issubclass(options, MixerOptions) else ():
+                attention |= {f"mixer.{gate}": "colwise", f"mixer.{gate.rpartition('.')[0]}": LOCAL}
         mlp = dict.fromkeys(("gate_proj", "up_proj") if self.gated_mlp else ("up_proj",), "colwise")
         mlp["down_proj"] = "rowwise"
         parts = {"self_attn": attention, "mlp.experts.*" if self.experts else "mlp": mlp}

@@ -164,7 +164,7 @@ class BlendedMixerOptions(MixerOptions, BlendOptions):
     @property
     def head_gates(self) -> tuple[str, ...]:
         """Those of learned gates by head or channel."""
-        return ("blend_gates",) if self.learned and self.gates != "layer" else ()
+        return ("blend_gates.gain", "blend_gates.mix") if self.learned and self.gates != "layer" else ()
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse `shuffled` unless `blend` is `learned`."""

@@ -135,7 +135,7 @@ class MixerOptions(MechanismOptions):
 
     @property
     def head_gates(self) -> tuple[str, ...]:
-        """The mixer's modules of gates that have numbers of their own for each key-value head."""
+        """The mixer's parameters, by name, that have numbers of their own for each key-value head."""
         return ()
 
 

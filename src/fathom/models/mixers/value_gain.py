@@ -38,7 +38,7 @@ class ValueGainOptions(MixerOptions):
     @property
     def head_gates(self) -> tuple[str, ...]:
         """Gains by head or channel."""
-        return () if self.gates == "layer" else ("gates", "query_gates")[: 1 + self.queries]
+        return () if self.gates == "layer" else ("gates.gain", "query_gates.gain")[: 1 + self.queries]
 
     def check(self, config: DecoderConfig) -> None:
         """Refuse gains on the queries of a family's own layers, and per-channel gains on queries, since RoPE rotates
