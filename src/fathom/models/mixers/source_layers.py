@@ -28,8 +28,8 @@ class ScheduleOptions(BlendedMixerOptions):
     """Which layers are sources."""
 
     stride: int | None = None
-    """Every stride-th layer, counted from layer 0, is a source for all layers above it; by default half the number of
-    layers. Layers without keys do not count."""
+    """Every stride-th layer, counted from layer 0, is a source for all layers above it; by default half of
+    them. Layers without keys do not count."""
     recent_layers: int = 0
     """Number of layers directly below a layer that are its sources too."""
     across_trips: str | None = None
