@@ -182,7 +182,11 @@ def test_an_argument_of_another_kind_is_one_line(tmp_path: Path) -> None:
     text.write_text("A deep sea.\n" * 9)
     fathom.prepare(text, tmp_path / "data", tokenizer=tmp_path / "model", held_out=0.0, workers=1)
     assert fathom.EvaluationSettings(perplexity=str(text)).perplexity == (str(text),)
-    scores = fathom.evaluate(tmp_path / "model", fathom.EvaluationSettings(device="cpu"), perplexity=text)
+    for given, wanted in ((None, ()), (text, (str(text),))):  # a command without --perplexity gives None
+        assert fathom.EvaluationSettings(perplexity=given).perplexity == wanted  # type: ignore[arg-type]
+    scores = fathom.evaluate(
+        (path for path in [tmp_path / "model"]), fathom.EvaluationSettings(device="cpu"), perplexity=text
+    )
     assert all(one.perplexity for one in scores.checkpoints.values())
     wrong = {
         "evaluate takes names and directories; export a FathomForCausalLM": lambda: fathom.evaluate([model]),  # type: ignore[list-item]

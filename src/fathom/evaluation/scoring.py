@@ -12,11 +12,12 @@ import hashlib
 import json
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
@@ -107,8 +108,7 @@ class EvaluationSettings(Opening):
     """Directory for results, so that a second call resumes."""
 
     def __post_init__(self) -> None:
-        texts = (self.perplexity,) if isinstance(self.perplexity, str) else self.perplexity  # one, not its letters
-        object.__setattr__(self, "perplexity", tuple(map(str, texts)))
+        object.__setattr__(self, "perplexity", _texts(self.perplexity))
         for key in ("context", "stride", "limit", "batch_size"):
             if (value := getattr(self, key)) is not None and value < 1:
                 raise SettingsError(f"{key}={value}: allowed: 1 or more")
@@ -185,10 +185,10 @@ class Checkpoint:
 
 
 def evaluate(
-    checkpoints: str | Path | Sequence[str | Path],
+    checkpoints: str | PathLike[str] | Iterable[str | PathLike[str]],
     settings: EvaluationSettings | None = None,
     *,
-    perplexity: str | Path | Sequence[str | Path] = (),
+    perplexity: str | PathLike[str] | Iterable[str | PathLike[str]] | None = (),
     tasks: str | None = None,
 ) -> ScoresReport:
     """Score checkpoints on tasks and texts, with paired differences; returns the contents of `report.json`.
@@ -201,12 +201,17 @@ def evaluate(
         tasks: lm-eval's tasks, groups and tags, separated by commas; replaces the settings' tasks.
     """
     chosen = settings or EvaluationSettings()
-    texts = (perplexity,) if isinstance(perplexity, str | Path) else perplexity
-    checkpoints = (checkpoints,) if isinstance(checkpoints, str | Path) else checkpoints
-    if wrong := [one for one in checkpoints if not isinstance(one, str | Path)]:
+    given = (checkpoints,) if isinstance(checkpoints, str | PathLike) else tuple(checkpoints)
+    if wrong := [one for one in given if not isinstance(one, str | PathLike)]:
         raise SettingsError(f"evaluate takes names and directories; export a {type(wrong[0]).__name__} first")
-    chosen = replace(chosen, perplexity=tuple(map(str, texts)) or chosen.perplexity, tasks=tasks or chosen.tasks)
-    return run(checkpoints, chosen)[1]
+    chosen = replace(chosen, perplexity=_texts(perplexity) or chosen.perplexity, tasks=tasks or chosen.tasks)
+    return run([one if isinstance(one, str) else Path(one) for one in given], chosen)[1]
+
+
+def _texts(given: str | PathLike[str] | Iterable[str | PathLike[str]] | None) -> tuple[str, ...]:
+    """The names of texts: one name is one text, not its letters, and None is no text."""
+    texts = (given,) if isinstance(given, str | PathLike) else given or ()
+    return tuple(map(str, texts))
 
 
 def run(checkpoints: Sequence[str | Path], settings: EvaluationSettings) -> tuple[list[Checkpoint], ScoresReport]:

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -97,9 +96,10 @@ def generate(
         tokenizer: Its tokenizer.
         prompt: What to continue; an empty one starts a new document.
         sampling: How tokens are sampled.
-        write: Called with each new piece of text; pieces end at whole characters.
+        write: Called with each new piece of text; pieces end at whole characters. With beams, and with stop strings
+            while tokens are drafted, the text is one piece.
     """
-    if isinstance(model, str | Path) or not isinstance(tokenizer, PreTrainedTokenizerBase):
+    if not hasattr(model, "generate") or hasattr(tokenizer, "generate") or not callable(tokenizer):
         raise SettingsError("generate takes a model and a tokenizer: `fathom.load(DIRECTORY)` opens both")
     sampling = sampling or Sampling()
     ids = encode(tokenizer, prompt)

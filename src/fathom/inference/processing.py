@@ -55,7 +55,10 @@ class OfTheText(StoppingCriteria):
         self.inner, self.width, self.drafts = inner, width, drafts
         self.end: int | None = None
         """With `drafts`: the number of generated tokens after which the sequence ends."""
-        self._lengths = (width, width)  # of the last two calls; every other one is for a draft that is not accepted yet
+        self._lengths = (
+            width,
+            width,
+        )  # of the last two calls; one may be for a draft that is not accepted yet
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: object) -> torch.BoolTensor:
         """Which sequences `[B, T]` end."""

@@ -54,6 +54,8 @@ NEEDED = {"max_new_tokens", "num_beams"}
 """Settings that may not be null."""
 LISTS = {"suppress_tokens", "begin_suppress_tokens"}
 TOKENS = {"eos_token_id", "bos_token_id", "pad_token_id", "decoder_start_token_id", *LISTS}
+DRAFTS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp")
+"""Options by which transformers drafts tokens, so that a step may add several."""
 COUNTING = ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "bad_words_ids", "sequence_bias")
 """Options that would take padding for tokens of the prompt."""
 COLDEST = 1e-20
@@ -153,8 +155,8 @@ class Sampling:
         return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
     def assisted(self, model: PreTrainedModel) -> bool:
-        """Whether transformers drafts tokens, so that a step may add several."""
-        return any(self.chosen(name, model) for name in ("prompt_lookup_num_tokens", "assistant_early_exit"))
+        """Whether transformers drafts tokens."""
+        return any(self.chosen(name, model) for name in DRAFTS)
 
     def end_decides(self, model: PreTrainedModel) -> bool:
         """Whether the generated text depends on its length limit, as with beam search or a forced last token."""
