@@ -113,6 +113,7 @@ NORMED = {
     "glm4": (lambda: tf.Glm4Config(**COMMON, head_dim=8), ["permute"]),
     "vaultgemma": (lambda: tf.VaultGemmaConfig(**COMMON, head_dim=8), ["permute", "rotate", "gain"]),
     "cohere": (lambda: tf.CohereConfig(**COMMON, use_qk_norm=True), ["plane", "head"]),
+    "bloom": (lambda: tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=96), ["neuron"]),
 }
 
 

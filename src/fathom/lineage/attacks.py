@@ -278,6 +278,8 @@ ATTACKS: Mapping[str, Callable[[Geometry, int], Attack]] = {
     "scale": Scale,
 }
 UNTYING = {"rotate", "gain", "scale"}
+STREAM = {"permute", *UNTYING}
+"""Edits of the residual stream."""
 AXES = {"mixer": "none", "residual": "plain", "recurrence": "once"}
 """Keys of a Fathom configuration, and the value that is Qwen3; the registry has them too, but it needs torch."""
 RELEASED = (
@@ -377,16 +379,18 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
         raise ModelError("attack: attention with a gated output is not supported")
     if (name := _mechanism(weights.config)) is not None:
         raise ModelError(f"attack: the outputs of a model with {name} could change")
-    if unknown := [name for name in weights.extra_tensors if not _is_safe(weights, name)]:
+    if unknown := [name for name in weights.extra_tensors if not _is_safe(weights, name, kinds)]:
         raise ModelError(f"attack: tensor {unknown[0]} would have to be edited too, and its role is not known")
 
 
-def _is_safe(weights: Weights, name: str) -> bool:
-    """Whether no edit changes what a tensor of unknown role does: a single number, the head's bias, or the gain of a
-    head's queries and keys after their rotation."""
+def _is_safe(weights: Weights, name: str, kinds: Sequence[str]) -> bool:
+    """Whether no edit changes what a tensor of unknown role does: a single number, the head's bias, the gain of a
+    head's queries and keys after their rotation, or a vector outside the layers if the stream stays as it is."""
+    shape = weights.store.tensors[name].shape
+    outside = len(shape) == 1 and re.search(r"\.\d+\.", name) is None and not STREAM & set(kinds)
     late = weights.geometry.late_norm and name.endswith(("query_layernorm.weight", "key_layernorm.weight"))
     bias = name.endswith(".bias") and name.removesuffix(".bias") in layouts.HEADS
-    return math.prod(weights.store.tensors[name].shape) == 1 or bias or late
+    return math.prod(shape) == 1 or bias or late or outside
 
 
 def _mechanism(config: Mapping[str, object]) -> str | None:
