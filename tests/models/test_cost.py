@@ -298,6 +298,11 @@ def test_a_declared_training_step_is_a_measured_one(case, words):
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
 
 
+def test_a_balance_of_experts_reads_what_a_fed_pause_does_not():
+    config = config_of("ponder-pause-duo", vocab_size=61, experts=4, experts_per_token=2, **WIDER)
+    assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.01)
+
+
 @pytest.mark.quick("ponder3")
 @pytest.mark.parametrize("case", ["ponder2", "ponder3", "ponder-all"])
 def test_passes_without_gradients_are_declared(case):

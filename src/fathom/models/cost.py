@@ -207,13 +207,19 @@ def _scores_again(config: FathomConfig, sequence_length: int) -> float:
 
 def _unread(config: FathomConfig, sequence_length: int) -> float:
     """The FLOPs of backward passes that a fed pause saves: no iteration reads the output of an earlier one, so in
-    these the last layer has no gradients beyond its keys and values."""
+    these the last layer has no gradients beyond its keys and values. A loss that balances experts reads every router,
+    and thus all but the experts."""
     recurrence, (*earlier, _) = recurrence_class(config), plan(config)
     if not recurrence.foresees(config) or config.recurrence_options.get("early_loss"):
         return 0.0
     last, reads = config.num_hidden_layers - 1, range(1, len(earlier) + 1)  # in view DUO, the only one here
     if config.host:
-        flops, stored = layer_costs(config)[last].flops, layer_costs(config)[last].stored
+        layer = layer_costs(config)[last]
+        if layer.idle:  # a family may balance its experts
+            return 0.0
+        flops, stored = layer.flops, layer.stored
+    elif config.experts and config.router_aux_loss_coef:
+        return 4 * len(earlier) * config.hidden_size * (3 if config.gated_mlp else 2) * config.intermediate_size
     else:
         flops, stored = float(layer_flops(config)), layer_cache_bytes(config, 1)
     scores = _attention(config, sequence_length, [0] * last + [sum(reads)])
