@@ -22,6 +22,7 @@ from fathom.errors import ModelError
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.hosts.hosted_layer import OneLayer
 from fathom.models.hosts.layout import Layout
+from fathom.models.recurrences.vocabulary_mixture import probabilities
 from fathom.models.trips.slots import plan
 
 from .cases import SHAPE, SHAPES, backend_of, configured, ours_of, stepwise, theirs_of, tokens
@@ -152,16 +153,19 @@ def test_an_embedding_that_scales_is_named(monkeypatch):
         ours_of(theirs)
 
 
-def test_a_mixture_is_of_embeddings_as_the_model_norms_them():
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_mixture_is_of_embeddings_as_the_model_norms_them(top_k):
     """Nanochat's first layer reads normed embeddings, without a scale; a second iteration adds a mean of such ones."""
     theirs, ids = theirs_of("nanochat"), tokens()
-    ours = ours_of(theirs, recurrence="ponder", recurrence_options={"trips": 2, "top_k": 0})
+    ours = ours_of(theirs, recurrence="ponder", recurrence_options={"trips": 2, "top_k": top_k})
     layers = ours_of(theirs)
     layers.model.norms_embedding = False  # reads `inputs_embeds` as they are
     with torch.no_grad():
         words = theirs.model.norm(theirs.model.embed_tokens.weight)
-        second = words[ids] + theirs(ids).logits.softmax(-1) @ words
-        assert (ours(ids).logits - layers(inputs_embeds=second).logits).abs().max() <= 1e-5
+        second = words[ids] + probabilities(theirs(ids).logits, top_k, 1.0) @ words
+        wanted = layers(inputs_embeds=second).logits
+        assert (ours(ids).logits - wanted).abs().max() <= 1e-5
+    assert (ours(ids).logits - wanted).abs().max() <= 1e-5, "as in training, where the whole table is normed"
 
 
 @pytest.mark.parametrize("key", ["hidden_size_per_layer_input", "num_kv_shared_layers"])

@@ -76,9 +76,8 @@ class Out:
 
     @property
     def tables(self) -> tuple[nn.Module, Tensor]:
-        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling, normed where the model norms
-        its embeddings."""
-        table = self.embedding
+        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling and norm."""
+        head, table = self.projection, self.embedding
         assert table is not None
         # The weight of a sharded or offloaded table exists only while the table is called, and an adapter's table is
         # not its weight.
@@ -87,7 +86,7 @@ class Out:
             rows = table(torch.arange(table.weight.shape[0], device=self.residual.device))
         else:
             rows = table.weight
-        return self.projection, self.norm(rows) if self.norms_embedding else rows
+        return head, rows
 
     def of(self, residual: Tensor) -> Out:
         """A copy of this iteration's output with the residual stream of other tokens."""

@@ -244,7 +244,8 @@ def mixed(out: Out, options: MixtureOptions) -> Tensor:
     hidden_size]`."""
     head, table = out.tables
     gain = out.embedding_scale * options.mixture_gain
-    return mixture(out.hidden, head, table, options.top_k, options.temperature) * gain
+    norm = out.norm if out.norms_embedding else None
+    return mixture(out.hidden, head, table, options.top_k, options.temperature, norm) * gain
 
 
 def mixture_cost(config: DecoderConfig, visits: Sequence[Visit]) -> Cost:

@@ -48,7 +48,14 @@ def mixture_flops(width: int, words: int, top_k: int, called: bool = False) -> t
     return product + word, 7 * product if called else product + 7 * word
 
 
-def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
+def mixture(
+    hidden: Tensor,
+    head: nn.Module,
+    table: Tensor,
+    top_k: int = 0,
+    temperature: float = 1.0,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
     """The vocabulary mixture μ for every token, `[B, T, hidden_size]`.
 
     Args:
@@ -57,9 +64,15 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
         table: U, `[V, hidden_size]`.
         top_k: Number of words in the mixture; 0 for all.
         temperature: Temperature of the softmax.
+        norm: The norm of embeddings, where the model has one.
     """
     rows = hidden.flatten(0, -2)
     top_k = 0 if top_k >= len(table) else top_k
+    if norm is not None and top_k and not torch.is_grad_enabled():
+        mixed = _normed(rows, head, table, top_k, temperature, norm)
+        return mixed.view(*hidden.shape[:-1], table.shape[1])
+    if norm is not None:
+        table = norm(table)
     if isinstance(head, nn.Linear) and is_bare(head):
         mixed = _bare(rows, head.weight, table, top_k, temperature)
     elif rows.dtype == torch.float32 and _by_words(head, len(table), top_k) and not torch.is_grad_enabled():
@@ -113,6 +126,21 @@ def _sparse(rows: Tensor, head: Callable[[Tensor], Tensor], table: Tensor, top_k
     """The mixture without gradients: a weighted sum over the `top_k` likeliest words only."""
     logits, words = _likeliest(rows, head, len(table), top_k)
     return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
+
+
+def _normed(
+    rows: Tensor,
+    head: Callable[[Tensor], Tensor],
+    table: Tensor,
+    top_k: int,
+    temperature: float,
+    norm: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """The mixture without gradients where embeddings are normed: only the `top_k` likeliest words' are."""
+    logits, words = _likeliest(rows, head, len(table), top_k)
+    p, step = (widen(logits) / temperature).softmax(-1), _word_rows(words, table)
+    parts = zip(words.split(step), p.split(step), strict=True)
+    return torch.cat([(q.to(table.dtype).unsqueeze(1) @ norm(table[w])).squeeze(1) for w, q in parts])
 
 
 def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k: int) -> tuple[Tensor, Tensor]:
