@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,18 @@ def test_zeros_between_and_after_the_streams_of_an_xz_file(tmp_path: Path) -> No
     (tmp_path / "a.txt.xz").write_bytes(streams[0] + bytes(8192) + streams[1] + bytes(4))
     (source,) = find_sources([str(tmp_path / "a.txt.xz")], Reading())
     assert [found and found.text for found in source.documents(Reading())] == ["one two"]
+
+
+@pytest.mark.parametrize("count", [3, 4096, 8190])
+def test_zeros_that_no_format_allows_are_damage(tmp_path: Path, count: int) -> None:
+    """Those of a partial download, as in .zst files, and in xz other than a multiple of four."""
+    frames = sources._Frames(io.BytesIO(zlib.compress(b"one") + bytes(count)), zlib.decompressobj)
+    with pytest.raises((zlib.error, EOFError)):
+        frames.readall()
+    (tmp_path / "a.txt.xz").write_bytes(lzma.compress(b"one") + bytes(count - count % 4 + 3))
+    (source,) = find_sources([str(tmp_path / "a.txt.xz")], Reading())
+    with pytest.raises(DataError):
+        list(source.documents(Reading()))
 
 
 def test_a_fault_in_a_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -590,7 +590,8 @@ def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
         decompressor = module.ZstdDecompressor()
         return io.BufferedReader(_Frames(raw, decompressor.decompressobj), 1 << 20)
     if compression == "lzma":
-        return io.BufferedReader(_Frames(raw, lambda: module.LZMADecompressor(memlimit=XZ_MEMORY)), 1 << 20)
+        frames = _Frames(raw, lambda: module.LZMADecompressor(memlimit=XZ_MEMORY), padding=4)
+        return io.BufferedReader(frames, 1 << 20)
     file: IO[bytes] = module.open(raw, "rb")
     return file
 
@@ -599,10 +600,11 @@ class _Frames(io.RawIOBase):
     """Read the compressed frames of a file as one stream, in bounded memory.
 
     The libraries' own readers either end silently at a truncated file, or allocate as much memory as a file demands.
+    Zeros between and after frames are skipped in groups of `padding` bytes, or refused if it is 0.
     """
 
-    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
-        self._raw, self._decompressor = raw, decompressor
+    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any], padding: int = 0) -> None:
+        self._raw, self._decompressor, self._padding = raw, decompressor, padding
         self._frame: Any = None
         self._frames = 0
         self._compressed = b""
@@ -618,8 +620,9 @@ class _Frames(io.RawIOBase):
                 if self._frame is not None:
                     raise EOFError("Compressed file ended before the end-of-stream marker was reached")
                 return 0
-            if self._frame is None and self._frames:  # xz allows zeros between and after its streams
-                self._compressed = self._compressed.lstrip(b"\0")
+            if self._padding and self._frame is None and self._frames:
+                zeros = len(self._compressed) - len(self._compressed.lstrip(b"\0"))
+                self._compressed = self._compressed[zeros - zeros % self._padding :]
                 if not self._compressed:
                     continue
             self._frame = self._frame or self._decompressor()
