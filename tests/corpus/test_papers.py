@@ -56,6 +56,13 @@ def test_the_pairs_of_rows() -> None:
     assert first == Paper("Depths of old rivers", ABSTRACT)
     same = {"title": "Depths of old rivers", "abstract": "Depths of old rivers vary with the rain."}
     assert paper_of(same).abstract == same["abstract"]
+    dotted = {"title": "Node", "text": "Node.js reads a river."}
+    assert paper_of(dotted).abstract == dotted["text"]
+    for between in ("\n\n", " \n", ". ", ": "):
+        for text in ("mRNA levels vary.", "α-Synuclein varies.", "(1) p53 varies."):
+            row = {"title": "Depths of old  rivers", "text": f"Depths of\nold rivers{between}{text}"}
+            assert paper_of(row).abstract == text, row
+    assert paper_of({"title": "Old rivers.", "abstract": "Old rivers. p53 varies."}).abstract == "p53 varies."
     made = dict(exchanges(first, None))
     assert made.keys() == {"title", "abstract"}
     assert ABSTRACT in made["title"][0]["content"] and made["title"][1]["content"] == first.title

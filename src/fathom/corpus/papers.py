@@ -101,7 +101,9 @@ LETTERS = re.compile(r"(?:(?<!\S)[^\W\d_aAI](?!\S).*){4}")
 CUT_LIST = re.compile(r"\b[\w.]+: [^:;]+; [\w.]+$")
 """A list of abbreviations whose last one is not explained."""
 GOES_ON = (*"([,;'’",)
-"""Behind a title's words they show, as small letters do, that these only begin the abstract's first sentence."""
+"""Behind a title's words they show, as small letters do, that these only begin the abstract's first sentence, unless
+the title has an end."""
+TITLE_ENDS = r"\s*\n|[.:]\s|(?<=[.?])\s"
 NUMBERED = re.compile(r"\(\d+\)")
 """How equations and items are numbered, and rarely works."""
 LEAST = {"title": 3, "abstract": 30, "caption": 5, "sentence": 8}
@@ -134,13 +136,16 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 def paper_of(row: Mapping[str, object], text_field: str = "text") -> Paper:
     """The paper in a row with a title and an abstract; a title that stands before the abstract is removed from it."""
-    title, abstract = (" ".join(str(row.get(key) or "").split()) for key in ("title", "abstract"))
-    abstract = abstract or " ".join(str(row.get(text_field) or "").split())
+    title = " ".join(str(row.get("title") or "").split())
+    written = str(row.get("abstract") or "").strip() or str(row.get(text_field) or "").strip()
+    abstract = " ".join(written.split())
     if not title or not abstract:
         raise DataError(f"no title and abstract: the record has {', '.join(map(str, row)) or 'nothing'}")
     if abstract.startswith(title):
         rest = abstract[len(title) :].lstrip(".:–—- ")
-        if not rest[:1].islower() and not rest.startswith(GOES_ON):
+        words = r"\s+".join(map(re.escape, title.split()))
+        apart = re.match(rf"{words}(?:{TITLE_ENDS})", written)
+        if apart or (not rest[:1].islower() and not rest.startswith(GOES_ON)):
             abstract = rest
     return Paper(title, abstract)
 
