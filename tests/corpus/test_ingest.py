@@ -390,6 +390,20 @@ def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
 
 
 @pytest.mark.parametrize(
+    ("label", "text", "encoding"),
+    [
+        *((label, "café", "utf-8") for label in ("iso-8859-1", "us-ascii", "x-mac-foo")),
+        ("x-mac-foo", "cafe", "utf-8"),
+        ("iso-2022-jp", "水深", "iso-2022-jp"),
+    ],
+)
+def test_a_page_in_utf_8_may_have_another_xml_declaration(label: str, text: str, encoding: str) -> None:
+    """Templates declare what their pages are not; ISO-2022-JP is valid UTF-8."""
+    page = f'<?xml version="1.0" encoding="{label}"?><p>{text}</p>'
+    assert decode(page.encode(encoding)) == page
+
+
+@pytest.mark.parametrize(
     ("page", "text"),
     [
         ("<html><head><title>a <b>t</title><meta charset=utf-8><body><p>text</p>", "text"),

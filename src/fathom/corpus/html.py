@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
+from contextlib import suppress
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -77,13 +78,21 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 
 def decode(data: bytes) -> str:
-    """Decode a page by its byte-order mark, its declared encoding (in a `meta` element or XML's declaration), or as
-    UTF-8."""
+    """Decode a page by its byte-order mark, the encoding in a `meta` element, or as UTF-8.
+
+    XML's declaration, which templates often get wrong, is used if the bytes are ASCII (as in ISO-2022-JP) or no UTF-8.
+    """
     for mark, encoding in BOMS:
         if data.startswith(mark):
             return data.decode(encoding)
-    named = CHARSET.search(data[:4096]) or XML.match(data[:4096])
-    return decode_as(data, named[1].decode("ascii").lower() if named else "utf-8")
+    if named := CHARSET.search(data[:4096]):
+        return decode_as(data, named[1].decode("ascii").lower())
+    named = XML.match(data[:4096])
+    label = named[1].decode("ascii").lower() if named else "utf-8"
+    first, last = (label, "utf-8") if data.isascii() else ("utf-8", label)
+    with suppress(UnicodeDecodeError, LookupError):
+        return decode_as(data, first)
+    return decode_as(data, last)
 
 
 def decode_as(data: bytes, label: str) -> str:
