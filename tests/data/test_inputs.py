@@ -343,9 +343,14 @@ def test_a_fault_in_a_list_ends_the_reading(tmp_path: Path, monkeypatch: pytest.
             (tmp_path / "a.json").write_text(text, encoding="utf-8")
             assert json.dumps(list(sources.list_items(tmp_path / "a.json"))) == json.dumps(json.loads(text)), size
     rest = ", ".join(str(number**5) for number in range(40_000))
-    for fault in ("oops", '{"a" 1}', '"\\q"', "1" * 5000):
+    for fault in ("oops", '{"a" 1}', '"\\q"', "1" * 5000, "1.", "1e", "1.5.5", "-2e+", "1.5e3e"):
         (tmp_path / "a.json.gz").write_bytes(gzip.compress(f'["ok", {fault}, {rest}]'.encode())[:-9])
         items = sources.list_items(tmp_path / "a.json.gz")
         assert next(items) == "ok"
         with pytest.raises(DataError, match="bad JSON list"):
             next(items)
+    monkeypatch.setattr(sources, "MAX_TEXT_BYTES", 1000)
+    for item in ('"' + "a" * 5000 + '"', "1." + "0" * 5000):
+        (tmp_path / "a.json").write_text(f'["ok", {item}]')
+        with pytest.raises(DataError, match=r"a\.json: an item of more than 1,000 characters"):
+            list(sources.list_items(tmp_path / "a.json"))

@@ -368,11 +368,17 @@ def list_items(file: Path) -> Iterator[object]:
                 value, end = decode(buffer, at)
             except (ValueError, RecursionError) as error:
                 value, end, problem = None, len(buffer), first_line(error)
-                if not _may_be_cut(error, buffer) or len(buffer) - at > MAX_TEXT_BYTES:
+                if not _may_be_cut(error, buffer):
                     raise DataError(f"{file}: bad JSON list: {problem}") from None
             else:
                 problem = "it does not end"
-            if end == len(buffer) or buffer[end] in ".eE":  # an item that may go on, a number such as 1.5e3 among them
+                if buffer.startswith((".", "e", "E"), end):  # a number such as 1.5e+3, cut before its last digits
+                    if end < len(buffer) - 2:
+                        raise DataError(f"{file}: bad JSON list: Expecting ',' delimiter")
+                    end = len(buffer)
+            if end == len(buffer):  # an item that may go on
+                if len(buffer) - at > MAX_TEXT_BYTES:
+                    raise DataError(f"{file}: an item of more than {MAX_TEXT_BYTES:,} characters")
                 if not (more := text.read(max(LIST_CHARACTERS, len(buffer) - at))):
                     raise DataError(f"{file}: bad JSON list: {problem}")
                 buffer, at = buffer[at:] + more, 0
