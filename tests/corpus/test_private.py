@@ -25,6 +25,8 @@ see section 4.1.2.3 for more
 icon@2x.png is large
 pkg@1.2.3 and left@right
 git@github.com:a/b.git
+malloc@libc.so.6(32) = 0x55
+SSL_read@libssl.so.3
 \\foo@bar.baz
 ISBN 978-3-16-148410-0
 ISSN 2049-3630

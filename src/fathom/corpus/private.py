@@ -85,7 +85,8 @@ def _emails(text: str) -> Iterator[Span]:
     for match in EMAIL.finditer(text):
         name, _, host = match[0].rpartition("@")
         repository = name in SHELL_USERS and text[match.end() : match.end() + 1] in (":", "/")
-        if match[0].rpartition(".")[2].lower() not in FILES and not repository and not host.startswith("-"):
+        library = host.endswith(".so") and re.match(r"\.\d", text[match.end() : match.end() + 2])
+        if match[0].rpartition(".")[2].lower() not in FILES and not (repository or library or host.startswith("-")):
             yield *match.span(), "email"
 
 
