@@ -374,13 +374,20 @@ def test_a_label_means_what_it_means_on_the_web(label: str, encoding: str, text:
 
 
 def test_files_of_one_name_have_labels_of_their_own(tmp_path: Path) -> None:
-    """An audit counts documents by their labels."""
-    for name in ("one/data/a.txt", "one/data/b.txt", "two/data/a.txt"):
+    """An audit counts documents by their labels; a file of two inputs is one document."""
+    for name in ("one/data/a.txt", "one/data/b.txt", "two/data/a.txt", "one/a.txt", "a.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("text")
     folders = str(tmp_path / "one" / "data"), str(tmp_path / "two" / "data")
-    labels = [label for label, *_ in collection_files("a", Collection(inputs=folders))]
-    assert labels == ["one/data/a.txt", "data/b.txt", "two/data/a.txt"]
+
+    def labels(*inputs: str) -> list[str]:
+        return [label for label, *_ in collection_files("a", Collection(inputs=inputs))]
+
+    assert labels(*folders) == ["one/data/a.txt", "data/b.txt", "two/data/a.txt"]
+    assert labels(f"{folders[0]}/a.txt", folders[0]) == ["a.txt", "a.txt", "data/b.txt"]
+    assert labels(folders[0], f"{tmp_path}/two/../one/data") == ["data/a.txt", "data/b.txt"] * 2
+    (tmp_path / "linked").symlink_to(tmp_path / "one" / "data")
+    assert len(set(labels(f"{tmp_path}/a.txt", f"{tmp_path}/linked/../a.txt"))) == 2
 
 
 def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:

@@ -12,6 +12,7 @@ import glob
 import hashlib
 import importlib.util
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -245,7 +246,8 @@ def collection_files(
 ) -> list[tuple[str, Path | RemoteFile, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order.
 
-    A label is the path from the input on, with as many more folders in front as tell two files apart.
+    A label is the path from the input on, with as many more folders in front as tell two files apart. A file of
+    two inputs has one label.
     """
     files = list(_collection_files(name, collection, out))
     labels: dict[tuple[str, ...], str] = {}
@@ -260,7 +262,13 @@ def collection_files(
 
 
 def _parts(path: Path | RemoteFile) -> tuple[str, ...]:
-    return path.path.parts if isinstance(path, RemoteFile) else path.absolute().parts
+    if isinstance(path, RemoteFile):
+        return path.path.parts
+    found = path.absolute()
+    if ".." in found.parts:
+        plain = Path(os.path.normpath(found))
+        found = plain if plain.exists() and plain.samefile(path) else found  # behind a link, .. is another folder
+    return found.parts
 
 
 def _collection_files(
