@@ -10,6 +10,7 @@ import signal
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,14 +20,18 @@ from fathom.deepen import trial as trials
 from fathom.deepen.heal import gains_of
 from fathom.deepen.request import parse_request
 from fathom.deepen.trial import Finding, Trial, attempt
+from fathom.deepen.write import deeper_config
 from fathom.errors import FathomError, SettingsError
 from fathom.evaluation.deepened import NOISE, DeepenedReport, Effect
 from fathom.evaluation.results import ScoreGap
 from fathom.experiments.arms import parse_arms
+from fathom.models import FathomConfig
 from fathom.recipe import find_recipe, load_recipe
 from fathom.report.files import write_json
 from fathom.training.loop import Run
 from tests.cli.test_first_hour import llama
+from tests.models.cases import SHAPE
+from tests.tiny import export_tiny
 
 command = import_module("fathom.cli.try")  # a keyword, which no import statement takes
 SMALL = Trial("base", steps=12, tokens=64)
@@ -109,12 +114,25 @@ def test_the_text_is_read_before_the_first_step(
 
 def test_the_control_of_learnt_gates_has_as_many_gains() -> None:
     def keys(text: str) -> tuple[str, ...]:
-        return gains_of(parse_request(text))
+        request = parse_request(text)
+        return gains_of(request, deeper_config(FathomConfig(**SHAPE), request))
 
     heads = ("model.mixer=value_gain", "model.mixer_options.gates=head")
     assert keys("depth_attention:blend=learned,gates=head") == heads
     assert keys("loop:blend=learned") == ("model.residual=branch_gain", "model.residual_options.gates=layer")
     assert keys("value_gain") == ("optim.groups={}",) and keys("depth_attention") == ()
+
+
+def test_the_control_opens_what_the_model_holds_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = export_tiny(tmp_path / "base", mixer="depth_attention", mixer_options={"blend": 0})
+    trial, recipes = Trial(str(base), "loop", steps=12), []
+    monkeypatch.setattr(trials, "train", lambda recipe, _: recipes.append(recipe) or SimpleNamespace(finished=True))
+    steps = {name: step for name, _, step in trials._steps(trial, tmp_path)}
+    for name in ("deeper", "healed", "control"):
+        steps[name]()
+    deeper, control = (recipe.config() for recipe in recipes)
+    assert deeper.mixer_options == control.mixer_options and control.mixer_options["blend_steps"] == 6
+    assert (deeper.recurrence, control.recurrence) == ("loop", "once")
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """`fathom deepen` writes a model that computes what it was given, of any family, and a recipe that trains it."""
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,12 @@ REQUESTS = (
     ("attention_residuals+uniform_depth", None),
     ("ponder:trips=3", None),
 )
+
+
+def both(directory):
+    """The overrides of the commands in a recipe's header that train the model and its control."""
+    lines = (shlex.split(line.lstrip("# ")) for line in (directory / HEAL).read_text().splitlines()[:9])
+    return [words[3:-2] for words in lines if words[:2] == ["fathom", "train"]]
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +91,18 @@ def test_a_second_recipe_opens_what_an_untrained_first_one_left_closed(tmp_path,
     base = export_tiny(tmp_path / "base", mixer="depth_attention", mixer_options={"blend": 0})
     assert main(["deepen", str(base), "--with", "loop", "--out", str(tmp_path / "deeper")]) == 0
     assert "opened too       mixer=depth_attention, which the base model holds closed" in capsys.readouterr().out
-    config = load_recipe(tmp_path / "deeper" / HEAL, ["data.directory=elsewhere"]).config()
-    for options in (config.mixer_options, config.recurrence_options):
+    config, control = (load_recipe(tmp_path / "deeper" / HEAL, keys).config() for keys in both(tmp_path / "deeper"))
+    for options in (config.mixer_options, config.recurrence_options, control.mixer_options):
         assert (options["blend"], options["blend_steps"]) == (1.0, 300)
+    assert control.recurrence == "once"
+
+
+def test_what_a_base_model_has_in_the_place_of_gains_stays_in_the_control(tmp_path):
+    base = export_tiny(tmp_path / "base", residual="attention_residuals", residual_options={"blend": 0})
+    made = deepen(base, parse_request("loop:blend=learned"), tmp_path / "deeper")
+    control = load_recipe(made.recipe, both(tmp_path / "deeper")[1])
+    assert not control.optim.groups and control.config().residual == "attention_residuals"
+    assert control.config().residual_options["blend"] == 1.0
 
 
 def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):

@@ -2,6 +2,7 @@
 
 By default `blend_steps` opens them (`opening` in `request.py`). Learned gates (`blend: learned`) open themselves, with
 a learning rate of their own, `optim.groups={'*gates*': ...}`; their control has as many gains (`gains_of`).
+A mechanism that the base model holds closed opens in the model and in the control (`control_keys`).
 
 The weight of the teacher's KL divergence is set here; `training/distill.py` computes the loss. `cli/deepen.py` prints
 the first two commands of `Road`, and the recipe's header has all. `write.py` keeps an edited `heal.yaml` as
@@ -22,6 +23,7 @@ from fathom.errors import SettingsError
 from fathom.models.axes.gates import LEARNED
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import mechanism_cost
+from fathom.models.registry import DEFAULTS
 from fathom.recipe import parse_recipe
 from fathom.settings import assignment, dump
 
@@ -64,6 +66,11 @@ class Healing:
         if self.steps < 2:
             raise SettingsError(f"steps={self.steps}: allowed: 2 or more")
 
+    @property
+    def opening(self) -> int:
+        """The steps over which the mechanisms are blended in."""
+        return round(OPENING * self.steps)
+
 
 @dataclass(frozen=True)
 class Road:
@@ -72,8 +79,8 @@ class Road:
     directory: Path
     base: str
     """The base model, as named on the command line."""
-    gains: tuple[str, ...] = ()
-    """Keys of the control's recipe, where the mechanism has learned gates."""
+    keys: tuple[str, ...] = ()
+    """Keys of the control's recipe (`control_keys`)."""
 
     @property
     def prepare(self) -> str:
@@ -91,7 +98,7 @@ class Road:
     @property
     def control(self) -> str:
         """The command that trains the control, i.e. the base model, in the same way as the deepened model."""
-        return self._training("control", "model=null", assignment("model.from_pretrained", self.base), *self.gains)
+        return self._training("control", "model=null", assignment("model.from_pretrained", self.base), *self.keys)
 
     @property
     def report(self) -> str:
@@ -118,9 +125,9 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
         request: What was added.
         healing: How it is to be trained.
     """
-    opening = round(OPENING * healing.steps)
+    opening = healing.opening
     length = min(LONGEST, config.max_position_embeddings)
-    earlier = {f"{axis}_options": {"blend": 1.0, "blend_steps": opening} for axis in request.left_closed(config)}
+    earlier = request.reopening(config, opening)
     values: dict[str, object] = {
         "model": {"from_pretrained": absolute(road.directory), **earlier, **request.opening(opening)},
         "data": {"sequence_length": length},
@@ -141,24 +148,34 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     }
     parse_recipe(values)  # never write an invalid recipe
     base = absolute(road.base) if road.base == str(road.directory) else anywhere(road.base)
-    paths = Road(Path(absolute(road.directory)), base, gains_of(request))
+    paths = Road(Path(absolute(road.directory)), base, control_keys(request, config, healing))
     commands = {name: getattr(paths, name) for name in ("prepare", "train", "control", "report")}
     words = {"directory": paths.directory, "name": request.name, "opening": opening, "steps": healing.steps}
     header = HEADER.format(**words, **commands, other=ADAPTED if healing.lora else FULL)
     return header + "\n" + dump(values)
 
 
-def gains_of(request: Request) -> tuple[str, ...]:
+def control_keys(request: Request, config: FathomConfig, healing: Healing) -> tuple[str, ...]:
+    """Recipe keys with which the base model is the control: what the recipe opens in the base model opens in the
+    control too, and learned gates have gains in their place; `config` is the deepened model's configuration."""
+    earlier = request.reopening(config, healing.opening)
+    opened = [f"model.{key}.{name}={value}" for key, options in earlier.items() for name, value in options.items()]
+    return (*opened, *gains_of(request, config))
+
+
+def gains_of(request: Request, config: FathomConfig) -> tuple[str, ...]:
     """Recipe keys that give the control of learned gates as many gains but nothing to mix, because much of a closed
-    gate's gradient asks for a mere gain."""
+    gate's gradient asks for a mere gain. A mechanism that the base model has in the gains' place stays there."""
     if not request.learns:
         return ()
     for part in request.parts:
         options = request.options.get(part.name, {})
         if options.get("blend") == LEARNED:
             axis, gain = ("mixer", "value_gain") if part.axis == "mixer" else ("residual", "branch_gain")
+            if axis not in {one.axis for one in request.parts} and getattr(config, axis) != DEFAULTS[axis]:
+                continue
             return f"model.{axis}={gain}", f"model.{axis}_options.gates={options.get('gates', 'layer')}"
-    return ("optim.groups={}",)  # the mechanism is a gain itself
+    return ("optim.groups={}",)  # the mechanism is a gain itself, or the control has no place for gains
 
 
 def _teacher(road: Road, config: FathomConfig, request: Request) -> str | None:

@@ -91,6 +91,10 @@ class Request:
             if "blend" not in self.options.get(part.name, {})
         }
 
+    def reopening(self, config: FathomConfig, steps: int) -> dict[str, dict[str, object]]:
+        """The options that blend in what is `left_closed`, as `opening` has them."""
+        return {f"{axis}_options": {"blend": 1.0, "blend_steps": steps} for axis in self.left_closed(config)}
+
     def left_closed(self, config: FathomConfig) -> tuple[str, ...]:
         """The axes, such as `mixer`, that an earlier `fathom deepen` closed and no training opened; `config` is the
         configuration with the mechanisms."""

@@ -2,7 +2,7 @@
 compare the two.
 
 Each step is what its own command does, in a directory below `out`. A finished step is noted in `try.json` and not done
-again, and training resumes from its checkpoints. `heal.py` decides which gains the control has (`gains_of`), and
+again, and training resumes from its checkpoints. `heal.py` decides which keys the control has (`control_keys`), and
 `evaluation/deepened.py` which differences are too small to count (`NOISE`).
 """
 
@@ -19,9 +19,10 @@ from pydoc_data.topics import topics  # type: ignore[import-untyped, unused-igno
 from fathom.checkpoints.file_names import HEAL
 from fathom.checkpoints.hub import repository
 from fathom.checkpoints.places import is_empty
+from fathom.checkpoints.runs import read_config
 from fathom.corpus.prepare import check_inputs, prepare
 from fathom.data.shards import INDEX
-from fathom.deepen.heal import Healing, anywhere, gains_of
+from fathom.deepen.heal import Healing, anywhere, control_keys
 from fathom.deepen.request import parse_request
 from fathom.deepen.write import deepen
 from fathom.errors import FathomError, SettingsError
@@ -188,16 +189,10 @@ def _opened(trial: Trial, out: Path) -> Notes:
 def _steps(trial: Trial, out: Path) -> Iterator[tuple[str, str, Callable[[], object]]]:
     """The steps of a trial: the name of each step, a description, and the function that runs it."""
     base = anywhere(trial.model)
-    gains = gains_of(parse_request(trial.mechanism, trial.layers))
-    unlike = ["model=null", assignment("model.from_pretrained", base), *gains]
     yield "deeper", f"Adding {trial.mechanism} to {trial.model}", lambda: _deepen(trial, out)
     yield "data", "Turning text into tokens", lambda: _prepare(trial, out)
     yield "healed", f"Training the deepened model, {trial.steps} steps", lambda: _train(trial, out, "healed", [])
-    yield (
-        "control",
-        f"Training the control, the same model {'with gains alone' if gains else 'without it'}",
-        lambda: _train(trial, out, "control", unlike),
-    )
+    yield "control", "Training the control, the same model without it", lambda: _control(trial, out, base)
     yield "report", "Scoring both and the model on held-out text", lambda: _compare(trial, out, base)
 
 
@@ -229,6 +224,12 @@ def _train(trial: Trial, out: Path, name: str, overrides: list[str]) -> object:
         code = 128 + (result.signal or signal.SIGINT)
         raise FathomError(f"stopped at step {result.step} of {trial.steps}; the same command resumes", code)
     return result
+
+
+def _control(trial: Trial, out: Path, base: str) -> object:
+    request = parse_request(trial.mechanism, trial.layers)
+    keys = control_keys(request, read_config(out / "deeper"), Healing(trial.steps))
+    return _train(trial, out, "control", ["model=null", assignment("model.from_pretrained", base), *keys])
 
 
 def _compare(trial: Trial, out: Path, base: str) -> DeepenedReport:

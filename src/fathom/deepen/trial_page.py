@@ -27,9 +27,9 @@ WORDS = {
     "report": "score all three",
 }
 HOW = (
-    "The control is the same model with the same training and no mechanism; if the mechanism has learned gates, the "
-    "control has as many gains. The deepened model minus the control is what the mechanism gave; the deepened model "
-    "minus the base is mostly what the training gave."
+    "The control is the same model with the same training, without the mechanism; if the mechanism has learned "
+    "gates, the control has as many gains. The deepened model minus the control is what the mechanism gave; the "
+    "deepened model minus the base is mostly what the training gave."
 )
 
 
