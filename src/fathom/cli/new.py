@@ -97,7 +97,7 @@ def run(options: Namespace) -> int:
     if iskeyword(options.name):
         raise SettingsError(f"{options.name} is a keyword of Python; choose another name")
     root = checkout(Path.cwd())
-    if options.name in taken(options.kind):
+    if options.name in _taken(options.kind):
         raise SettingsError(f"{options.name} is the name of something else already; choose another name")
     scaffold, forms = SCAFFOLDS[options.kind], forms_of(options.name)
     texts = dict(_texts(root, scaffold, forms))
@@ -119,20 +119,14 @@ def checkout(place: Path) -> Path:
     )
 
 
-def taken(kind: str) -> set[str]:
+def _taken(kind: str) -> set[str]:
     """The names that an addition of a kind may not have; mixers share theirs with residuals and recurrences."""
-    if kind == "mixer":
-        from fathom.models.registry import VANILLA, known
-
-        return {*known(), VANILLA}
-    if kind == "family":
-        from fathom.checkpoints.families import FAMILIES
-
-        return {*FAMILIES}
+    from fathom.checkpoints.families import FAMILIES
     from fathom.kvcache.build import METHODS
     from fathom.kvcache.whole import WHOLE
+    from fathom.models.registry import VANILLA, known
 
-    return {*METHODS, *WHOLE}
+    return {"mixer": {*known(), VANILLA}, "family": {*FAMILIES}, "cache": {*METHODS, *WHOLE}}[kind]
 
 
 def forms_of(name: str) -> dict[str, str]:
