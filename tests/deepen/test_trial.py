@@ -113,14 +113,17 @@ def test_the_text_is_read_before_the_first_step(
 
 
 def test_the_control_of_learnt_gates_has_as_many_gains() -> None:
-    def keys(text: str) -> tuple[str, ...]:
+    def keys(text: str, **base: object) -> tuple[str, ...]:
         request = parse_request(text)
-        return gains_of(request, deeper_config(FathomConfig(**SHAPE), request))
+        return gains_of(request, deeper_config(FathomConfig(**SHAPE, **base), request))
 
     heads = ("model.mixer=value_gain", "model.mixer_options.gates=head")
     assert keys("depth_attention:blend=learned,gates=head") == heads
     assert keys("loop:blend=learned") == ("model.residual=branch_gain", "model.residual_options.gates=layer")
     assert keys("value_gain") == ("optim.groups={}",) and keys("depth_attention") == ()
+    assert keys("value_gain", residual="branch_gain") == (), "the base model's gains keep their learning rate"
+    learned = {"residual_options": {"blend": "learned"}}
+    assert keys("loop:blend=learned", residual="attention_residuals", **learned) == ()
 
 
 def test_the_control_opens_what_the_model_holds_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,9 @@ def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):
     recipe = load_recipe(made.recipe, ["data.directory=DATA", "train.device=cpu"])
     assert made.deviation == 0 and recipe.optim.groups == {"*gates*": {"lr": 500.0}}
     assert "blend_steps" not in recipe.model.get("mixer_options", {})
+    again = load_recipe(deepen(made.directory, parse_request("loop", "1-3"), tmp_path / "again").recipe)
+    assert again.optim.groups == recipe.optim.groups, "the base model's gates"
+    assert not load_recipe(deepen(bases["llama"], parse_request("loop"), tmp_path / "again").recipe).optim.groups
     assert not parse_request("depth_attention").learns and not parse_request("loop:blend=0.5").learns
 
 

@@ -128,12 +128,13 @@ def heal_recipe(road: Road, config: FathomConfig, request: Request, healing: Hea
     opening = healing.opening
     length = min(LONGEST, config.max_position_embeddings)
     earlier = request.reopening(config, opening)
+    gates = request.learns or request.base_learns(config)
     values: dict[str, object] = {
         "model": {"from_pretrained": absolute(road.directory), **earlier, **request.opening(opening)},
         "data": {"sequence_length": length},
         "optim": {
             **{"lr": 2.0e-4 if healing.lora else 2.0e-5, "warmup": 0.05, "floor": 0.1, "weight_decay": 0.0},
-            **({"groups": {GATES: {"lr": 50.0 if healing.lora else 500.0}}} if request.learns else {}),
+            **({"groups": {GATES: {"lr": 50.0 if healing.lora else 500.0}}} if gates else {}),
         },
         "lora": {"rank": 16 if healing.lora else None, "mechanisms": mechanism_cost(config).parameters > 0},
         "distill": {"teacher": _teacher(road, config, request), "weight": 0.5},
@@ -175,7 +176,8 @@ def gains_of(request: Request, config: FathomConfig) -> tuple[str, ...]:
             if axis not in {one.axis for one in request.parts} and getattr(config, axis) != DEFAULTS[axis]:
                 continue
             return f"model.{axis}={gain}", f"model.{axis}_options.gates={options.get('gates', 'layer')}"
-    return ("optim.groups={}",)  # the mechanism is a gain itself, or the control has no place for gains
+    # The mechanism is a gain itself, or the control has no place for gains.
+    return () if request.base_learns(config) else ("optim.groups={}",)
 
 
 def _teacher(road: Road, config: FathomConfig, request: Request) -> str | None:

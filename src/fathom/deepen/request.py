@@ -47,11 +47,12 @@ class Request:
     @property
     def learns(self) -> bool:
         """Whether a requested mechanism has gates that are trainable parameters."""
-        names = {part.name: {one.name for one in fields(part.options)} for part in self.parts}
-        return any(
-            "gates" in has and ("blend" not in has or self.options.get(name, {}).get("blend") == LEARNED)
-            for name, has in names.items()
-        )
+        return any(_learns(part, self.options.get(part.name, {})) for part in self.parts)
+
+    def base_learns(self, config: FathomConfig) -> bool:
+        """Whether the base model has such gates already; `config` is the configuration with the mechanisms."""
+        axes = set(AXES) - {part.axis for part in self.parts}
+        return any(_learns(known()[getattr(config, axis)], getattr(config, f"{axis}_options")) for axis in axes)
 
     def exact(self, config: FathomConfig) -> bool:
         """Whether a model with the mechanisms computes the same as the model without them until it is trained; `config`
@@ -125,6 +126,11 @@ def parse_request(text: str, layers: str | None = None) -> Request:
     if layers is not None and options["loop"].keys() & {"prelude", "coda"}:
         raise SettingsError(f"layers={layers}: remove prelude and coda from `mechanism`")
     return request
+
+
+def _learns(part: Mechanism, options: Mapping[str, object]) -> bool:
+    names = {one.name for one in fields(part.options)}
+    return "gates" in names and ("blend" not in names or options.get("blend") == LEARNED)
 
 
 def _named(name: str) -> Mechanism:
