@@ -118,6 +118,14 @@ def test_learnt_gates_have_a_rate_of_their_own(bases, tmp_path):
     assert not parse_request("depth_attention").learns and not parse_request("loop:blend=0.5").learns
 
 
+def test_a_loop_gives_the_first_layer_of_a_gated_model_a_closed_weight(bases, tmp_path):
+    """Looped, layer 0 has something to read: its own earlier iteration."""
+    gated = deepen(bases["llama"], parse_request("depth_attention:blend=learned"), tmp_path / "gated")
+    made = deepen(gated.directory, parse_request("loop"), tmp_path / "looped")
+    gates = open_source(made.directory).model.model.layers[0].self_attn.mixer.blend_gates
+    assert made.deviation == 0 and gates.mix.tolist() == [0.0]
+
+
 def test_what_does_not_start_exactly_is_said(bases, tmp_path, capsys):
     assert main(["deepen", str(bases["llama"]), "--with", "ponder2", "--out", str(tmp_path / "deeper")]) == 0
     printed = capsys.readouterr().out

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .axes.gates import Gates
 from .axes.roles import MechanismModule, Recurrence, Residual, ValueMixer
 from .foreign import PLACE, opened
 from .registry import AXES
@@ -240,7 +241,7 @@ def _of_mechanism(model: nn.Module, name: str) -> bool:
 
 def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping[str, object]) -> None:
     """Refuse a checkpoint that lacks tensors, other than all tensors of a mechanism that its configuration does not
-    name."""
+    name, and closed gates λ of layers that read something only under another recurrence, such as a looped layer 0."""
     missing, new = set(info["missing_keys"]), set[str]()
     for axis, role in ROLES.items():
         if own.get(axis) == getattr(model.config, axis):
@@ -248,5 +249,8 @@ def _require_tensors(model: StrictLoading, info: Mapping[str, Any], own: Mapping
         parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]
         tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
         new |= tensors if tensors <= missing else set()
+    if any(own.get(key) != getattr(model.config, key) for key in ("recurrence", "recurrence_options")):
+        gates = [name for name, module in model.named_modules() if isinstance(module, Gates)]
+        new |= {f"{name}.mix" for name in gates if f"{name}.gain" not in missing}
     if lost := sorted(missing - new):
         raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
