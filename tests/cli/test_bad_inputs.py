@@ -456,7 +456,7 @@ EVALUATE = [
     ("model --perplexity good.txt --stride 9999", "--stride 9999"),
     ("model --perplexity good.txt --limit 0", "--limit 0"),
     ("model --perplexity good.txt --batch-size 0", "--batch-size 0"),
-    ("model --perplexity good.txt --num-fewshot -1", "--num-fewshot -1"),
+    ("model --tasks piqa --num-fewshot -1", "--num-fewshot -1"),
     ("model --perplexity good.txt --max-trips 0", "--max-trips 0"),
     ("model --perplexity good.txt --max-trips two", "--max-trips two"),
     ("model --perplexity good.txt --max-trips 1", "trips"),

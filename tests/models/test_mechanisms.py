@@ -570,7 +570,7 @@ def test_exports_open_in_a_clean_process(tmp_path, monkeypatch):
         torch.save(expected, f"{directory}.pt")
         directories.append(str(directory))
     command = [sys.executable, "-c", CLEAN_ROOM, json.dumps(directories)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert "all equal" in result.stdout, result.stderr[-3000:]
 
 
