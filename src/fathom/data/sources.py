@@ -390,7 +390,7 @@ def list_items(file: Path) -> Iterator[object]:
 
 
 def _may_be_cut(error: Exception, buffer: str) -> bool:
-    """Whether a text may be JSON that goes on behind the end of the buffer, and no fault stands before it."""
+    """Whether a text may be JSON that continues beyond the end of the buffer, without a fault before that."""
     if not isinstance(error, json.JSONDecodeError):
         return False
     return error.msg.startswith("Unterminated string") or error.pos > len(buffer) - LONGEST_TOKEN
